@@ -1,0 +1,95 @@
+"""What moves KV between engines, seen from the scheduler: jobs go in, events come out.
+
+`connectors/nixl.py` is the real one, `connectors/fake.py` copies within a process for tests. Jobs are plain
+values; a transport works in its own thread and reports through the `emit` callback it was built with, which must
+be safe to call from any thread (the engine passes the put of its inbox).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another engine's worker; host and port are those of its HTTP server."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Read remote blocks into local ones, then tell the owner that it may free them.
+
+    The transport claims the owner's lease first and discards what it read when the claim ran out meanwhile, so
+    that KV from recycled memory is never reported as done.
+    """
+
+    request_id: str
+    """The reader's request; names the job in events."""
+    peer: Peer
+    remote_request_id: str
+    """The owner's name for the blocks' lease, as found in the transfer params."""
+    local_block_ids: tuple[int, ...]
+    remote_block_ids: tuple[int, ...]
+    """Same length as local_block_ids, pairwise."""
+    kv_layout: str | None
+    """The layout fingerprint the owner must have; None accepts what the handshake says if it equals ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    request_id: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """Nothing of the pull may be used. The local blocks can no longer be written to: they may be reused."""
+
+    request_id: str
+    reason: str
+    """For metrics, one of: handshake, engine_id, layout, claim, disconnected, timeout, expired, transfer."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReleased:
+    """A reader is done with (or does not need) the blocks leased under this request id."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesRenewed:
+    """A reader still waits for these requests' blocks."""
+
+    request_ids: tuple[str, ...]
+
+
+TransferEvent = PullDone | PullFailed | LeaseReleased | LeasesRenewed
+Emit = Callable[[TransferEvent], None]
+
+
+class Transport(Protocol):
+    """Never blocks the caller; every job ends in exactly one event."""
+
+    def pull(self, pull: Pull) -> None:
+        """Start a pull; ends in PullDone or PullFailed under a deadline."""
+
+    def release(self, peer: Peer, remote_request_id: str) -> None:
+        """Tell the owner that nobody will read these blocks. Best effort: the lease ends by itself otherwise."""
+
+    def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
+        """Heartbeat: these leases are still wanted. Best effort."""
+
+    def agent_info(self) -> dict[str, Any]:
+        """What `GET /kv/agent` answers: identity, layout fingerprint and how to reach this engine's memory."""
+
+    def close(self) -> None:
+        """Stop, releasing every handle; returns when no transfer can touch local memory any more."""

@@ -1,0 +1,231 @@
+"""The transfer parameters: the dictionaries engines and router exchange to say where KV or encoder output lies.
+
+Key names and types are those of vLLM's NIXL connector, so that the router drives either engine. Backhaul's own
+engine adds two optional keys, `remote_block_hashes` and `kv_layout`, which other engines ignore.
+
+Nothing else in the project parses these dictionaries. What is read is read strictly (no `"8"` for 8, no `true`
+for 1); a key that is not known here is carried through untouched; a key that was absent stays absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1)]
+BlockIds = Annotated[list[list[Count]], Field(max_length=64)]
+
+M = TypeVar("M", bound=BaseModel)
+
+_REMOTE_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_ENGINE_INTERNAL = ("_remote_blocks_processed", "_p_side_truncated")
+
+
+class WireError(ValueError):
+    """A transfer dictionary that must not be used; `param` names the offending key."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBlocks:
+    """Blocks another engine holds for us: everything a pull needs, complete and consistent."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    block_ids: tuple[int, ...]
+    """Logical block ids of the owner, in token order."""
+    num_tokens: int
+    """How many tokens the blocks hold; never more than their capacity."""
+    block_hashes: tuple[str, ...]
+    """One content hash per block, the partial last one included; empty when the owner sends none."""
+    kv_layout: str | None
+
+
+class KVTransferParams(BaseModel):
+    """`kv_transfer_params`, as read from a request or an engine's answer."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    do_remote_prefill: bool | None = None
+    """True in a request: pull my prompt's KV before scheduling me. True in an answer: that is what to ask of D."""
+    do_remote_decode: bool | None = None
+    """True in a request: someone else decodes, hold my blocks. True in an answer: D's blocks, for the next turn's P."""
+    remote_block_ids: BlockIds | None = None
+    """One list per KV-cache group; a dense model has one group."""
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: Port | None = None
+    tp_size: Size | None = None
+    dcp_size: Size | None = None
+    pp_size: Size | None = None
+    remote_num_tokens: Count | None = None
+    """Tokens the blocks hold KV for; the last sampled token has none."""
+    remote_blocks_expiry_time: float | None = None
+    """Deadline in the *owner's* monotonic clock; only the owner can compare it."""
+    remote_registration_generation: Count | None = None
+    transfer_mode: str | None = None
+    remote_prefill_cached_tokens: Count | None = None
+    prompt_token_ids: list[Count] | None = None
+    """Router to D: the ids P computed, instead of rendering and tokenizing the messages again."""
+    remote_block_size: Size | None = None
+    transfer_id: str | None = None
+    remote_block_hashes: list[str] | None = None
+    """Ours: one content hash per block, hex, chained; lets the reader prove the KV is its own prompt's."""
+    kv_layout: str | None = None
+    """Ours: fingerprint of model, dtype and block layout; KV is exchanged only between equals."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.do_remote_prefill and self.do_remote_decode:
+            raise ValueError("do_remote_prefill and do_remote_decode cannot both be true")
+        if self.prompt_token_ids is not None and not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids must not be empty")
+        return self
+
+    @classmethod
+    def parse(cls, value: object, *, where: str = "kv_transfer_params") -> Self:
+        """Read a dictionary from the wire. Raises WireError naming the first key that is wrong."""
+        return _parse(cls, value, where)
+
+    def to_json(self) -> dict[str, Any]:
+        """The dictionary to send: the keys that were given, the unknown ones included, and no others."""
+        return self.model_dump(exclude_unset=True)
+
+    def with_(self, **changes: Any) -> Self:
+        """A validated copy with these keys set."""
+        return type(self)(**{**self.to_json(), **changes})
+
+    def without(self, *keys: str) -> Self:
+        """A copy in which these keys are absent."""
+        return type(self)(**{k: v for k, v in self.to_json().items() if k not in keys})
+
+    def remote_blocks(self, *, block_size: int | None = None) -> RemoteBlocks | None:
+        """What a pull needs, or None if no blocks are named.
+
+        Raises WireError if blocks are named but the owner is not, or if they cannot hold `remote_num_tokens`
+        (given the reader's `block_size`): such a dictionary would hang or corrupt the reader.
+        """
+        groups = self.remote_block_ids
+        if not groups or not any(groups):
+            return None
+        if len(groups) != 1:
+            raise WireError("kv_transfer_params.remote_block_ids", f"one KV-cache group expected, got {len(groups)}")
+        for key in _REMOTE_KEYS:
+            if getattr(self, key) in (None, ""):
+                raise WireError(f"kv_transfer_params.{key}", "required when remote_block_ids is given")
+        blocks, tokens = groups[0], self.remote_num_tokens
+        if tokens is None:
+            raise WireError("kv_transfer_params.remote_num_tokens", "required when remote_block_ids is given")
+        if block_size is not None and -(-tokens // block_size) != len(blocks):
+            raise WireError(
+                "kv_transfer_params.remote_num_tokens",
+                f"{tokens} tokens need {-(-tokens // block_size)} blocks of {block_size}, got {len(blocks)}",
+            )
+        hashes = self.remote_block_hashes or []
+        if hashes and len(hashes) != len(blocks):
+            raise WireError("kv_transfer_params.remote_block_hashes", f"{len(blocks)} expected, got {len(hashes)}")
+        return RemoteBlocks(
+            engine_id=str(self.remote_engine_id),
+            request_id=str(self.remote_request_id),
+            host=str(self.remote_host),
+            port=int(self.remote_port or 0),
+            block_ids=tuple(blocks),
+            num_tokens=tokens,
+            block_hashes=tuple(hashes),
+            kv_layout=self.kv_layout,
+        )
+
+    # The three intents, so that no caller ever sets the booleans by hand.
+
+    @classmethod
+    def for_prefill(cls, held: KVTransferParams | None = None) -> KVTransferParams:
+        """Router to P: prefill and hold the blocks; `held` are D's blocks of the last turn, to be pulled."""
+        flags = {"do_remote_decode": True, "do_remote_prefill": False}
+        return cls(**{**(held.to_json() if held else {}), **flags})
+
+    def for_decode(self, prompt_token_ids: Sequence[int] | None = None) -> KVTransferParams:
+        """Router to D: P's answer as it is, plus the ids P computed.
+
+        Raises WireError if P's answer does not name blocks to pull: a D told to pull without them may hang.
+        """
+        if not self.do_remote_prefill or self.remote_blocks() is None:
+            raise WireError("kv_transfer_params.remote_block_ids", "the prefill answer names no blocks to pull")
+        clean = self.without(*_ENGINE_INTERNAL, "prompt_token_ids")
+        return clean if prompt_token_ids is None else clean.with_(prompt_token_ids=list(prompt_token_ids))
+
+
+class ECItem(BaseModel):
+    """Where the encoder output of one media item lies."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    modality: str | None = None
+    metadata: dict[str, Any] | None = None
+    """Small values needed to lay out placeholders, such as image grid sizes."""
+    item_indices: list[Count] | None = None
+    """Positions of the item in the request; a repeated picture has several."""
+    peer_host: str | None = None
+    peer_port: Port | None = None
+    size_bytes: Count | None = None
+    shape: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """[rows, width] of the embedding matrix."""
+    transfer_id: str | None = None
+
+
+class ECRequestItem(BaseModel):
+    """One entry of `ec_items`: a transfer the consumer of a request waits for."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    transfer_id: str
+    mm_hash: str | None = None
+
+
+class ECTransferParams(BaseModel):
+    """`ec_transfer_params`: media identifier -> where its encoder output lies, and two keys of the request."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    __pydantic_extra__: dict[str, ECItem]
+
+    consumer_zmq: str | None = None
+    ec_items: list[ECRequestItem] | None = None
+
+    @property
+    def items(self) -> Mapping[str, ECItem]:
+        """The media items by identifier."""
+        return self.__pydantic_extra__
+
+    @classmethod
+    def parse(cls, value: object, *, where: str = "ec_transfer_params") -> Self:
+        """Read a dictionary from the wire. Raises WireError naming the first key that is wrong."""
+        return _parse(cls, value, where)
+
+    def to_json(self) -> dict[str, Any]:
+        """The dictionary to send: the keys that were given, the unknown ones included, and no others."""
+        return self.model_dump(exclude_unset=True)
+
+    def merge(self, other: ECTransferParams) -> ECTransferParams:
+        """The union of two producers' answers, in a new object; `other` wins where both name an item."""
+        return ECTransferParams.parse({**self.to_json(), **other.to_json()})
+
+
+def _parse(model: type[M], value: object, where: str) -> M:
+    if not isinstance(value, Mapping):
+        raise WireError(where, f"an object expected, got {type(value).__name__}")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join([where, *(str(part) for part in first["loc"])])
+        raise WireError(path, first["msg"]) from None

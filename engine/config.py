@@ -1,0 +1,92 @@
+"""The engine's settings. Flags, environment names and YAML keys are all derived from these fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class KVConnectorExtraConfig(_Settings):
+    """Connector settings, under the names vLLM gives them in `kv_connector_extra_config`."""
+
+    bidirectional_kv_xfer: bool = False
+    """Decode engines offer a finished turn's blocks to the next turn's prefill."""
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
+    """Tokens: a pull of fewer is not worth its round trip; 0 pulls always."""
+    decoder_kv_blocks_ttl: Seconds = 480.0
+    """Seconds a decode engine holds a finished turn's blocks."""
+    kv_lease_duration: Seconds = 30.0
+    """Seconds a prefill engine holds blocks for a decode engine that sends no heartbeat."""
+    transfer_timeout: Seconds = 20.0
+    """Seconds from claiming blocks to having read them; a peer that hangs costs this long."""
+    handshake_timeout: Seconds = 5.0
+    """Seconds for one HTTP exchange with a peer."""
+
+
+class KVTransferConfig(_Settings):
+    """`--kv-transfer-config`, as JSON or field by field."""
+
+    kv_connector: Literal["NixlConnector"] | None = None
+    """Default: NixlConnector for the roles prefill and decode, none for both."""
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
+    """Taken for the command lines of vLLM users; --role decides."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """A pull that failed: compute the tokens here, or fail that one request."""
+    kv_connector_extra_config: KVConnectorExtraConfig = KVConnectorExtraConfig()
+
+
+class EngineConfig(_Settings):
+    model: str
+    """A GGUF file or a Hugging Face folder (config.json, safetensors, tokenizer.json)."""
+    role: Literal["prefill", "decode", "both"] = "both"
+    """Prefill engines hold KV for decode engines; decode engines pull it; both does everything alone, or either."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8100
+    """Port to listen on; 0 takes a free one."""
+    advertise_host: str | None = None
+    """Host peers reach this engine under; default: --host, or this machine's address if that is a wildcard."""
+    served_model_name: str | None = None
+    """Model name in the API; default: the name the model file carries, else the file's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV. auto: bfloat16 where the device computes it natively, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: Positive | None = None
+    """Longest prompt plus output, in tokens; default: the model's own limit."""
+    block_size: Positive = 16
+    """Tokens per KV block."""
+    max_num_seqs: Positive = 32
+    """Requests running at once."""
+    max_num_batched_tokens: Positive = 512
+    """Token budget of one step: long prompts are prefilled in chunks of this size, between decode tokens."""
+    max_num_queued_reqs: Positive = 1024
+    """Requests waiting at most; more are answered 503."""
+    kv_cache_memory_bytes: Positive | None = None
+    """Size of the KV arena; default: room for 8 sequences of max_model_len, at most a quarter of free memory."""
+    num_gpu_blocks_override: Positive | None = None
+    """Number of KV blocks, instead of kv_cache_memory_bytes (the name is vLLM's; it counts on CPU too)."""
+    enable_prefix_caching: bool = True
+    threads: Positive | None = None
+    """Compute threads; default: the cores this process may use."""
+    chat_template: Path | None = None
+    """Jinja file to use instead of the model's chat template."""
+    kv_transfer_config: KVTransferConfig = KVTransferConfig()
+    drain_timeout: Seconds = 30.0
+    """Seconds running requests get to end after SIGTERM."""
+    json_file: Path | None = None
+    """Write {"url", "role", "pid", "model"} here once requests can be served."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    @property
+    def kv_transfer_enabled(self) -> bool:
+        return self.role != "both" or self.kv_transfer_config.kv_connector is not None

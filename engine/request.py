@@ -1,0 +1,142 @@
+"""A request inside the engine: its tokens, its blocks, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from connectors.wire.transfer import KVTransferParams
+from engine.hashing import hash_block
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Stop *strings* are found by the frontend, not here."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    skip_special_tokens: bool = True
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """As WAITING, at the head of the queue; its tokens so far are kept, their KV is computed again."""
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def finished(self) -> bool:
+        return self in _FINISHED
+
+
+_S = RequestStatus
+_FINISHED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+_FAILED = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _FAILED,
+    _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.WAITING}) | _FAILED,
+    _S.RUNNING: frozenset({_S.PREEMPTED}) | _FINISHED,
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _FINISHED,
+}
+"""Every legal change of status; a finished request never changes again."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence being served. Owned by the engine's main thread once submitted."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int]
+    block_size: int
+    hash_seed: bytes
+    """Root of the block-hash chain: model fingerprint and cache salt."""
+    kv_transfer_params: KVTransferParams | None = None
+    arrival_time: float = field(default_factory=time.monotonic)
+
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(init=False)
+    """Prompt and output so far."""
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the blocks (optimistic while a load is under way)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the local prefix cache when first scheduled."""
+    num_external_tokens: int = 0
+    """Prompt tokens loaded from another engine."""
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of token_ids, extended by update_hashes()."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.update_hashes()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def handed_off(self) -> bool:
+        return self.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+
+    def to(self, status: RequestStatus) -> None:
+        """Change status; an illegal change is a bug in the engine, not a user's mistake."""
+        legal = TRANSITIONS.get(self.status, frozenset())
+        assert status in legal, f"{self.request_id}: {self.status.name} -> {status.name}"
+        self.status = status
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.update_hashes()
+
+    def update_hashes(self) -> None:
+        """Hash the blocks that are full of known tokens and not hashed yet."""
+        size, hashes = self.block_size, self.block_hashes
+        while (len(hashes) + 1) * size <= len(self.token_ids):
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else self.hash_seed
+            hashes.append(hash_block(parent, self.token_ids[start : start + size]))
+
+    def hash_chain(self, num_tokens: int) -> list[bytes]:
+        """Hashes of the blocks holding the first `num_tokens` tokens, the partial last one included."""
+        full, rest = divmod(num_tokens, self.block_size)
+        chain = self.block_hashes[:full]
+        if rest:
+            parent = chain[-1] if chain else self.hash_seed
+            chain.append(hash_block(parent, self.token_ids[full * self.block_size : num_tokens]))
+        return chain
