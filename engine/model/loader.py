@@ -1,0 +1,106 @@
+"""A model from disk: its configuration, weights and tokenizer, and a fingerprint that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.model import gguf, safetensors
+from engine.model.config import ModelConfig, config_from_huggingface
+from engine.model.errors import ModelError
+from engine.model.fields import Fields
+from engine.model.gguf_file import GGUFFile
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
+
+__all__ = ["LoadedModel", "ModelError", "fingerprint", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    name: str
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """By Hugging Face name, all of one dtype, on the CPU; q and k in the rotate-half order."""
+    tokenizer: Tokenizer
+    fingerprint: bytes
+    """16 bytes, equal in every process that loaded the same weights in the same dtype: KV is exchangeable then."""
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype) -> LoadedModel:
+    """Load a GGUF file or a Hugging Face folder. Raises ModelError for whatever is wrong with it."""
+    path = Path(path).expanduser()
+    try:
+        with _one_thread():
+            if path.is_dir():
+                return _load_folder(path, dtype)
+            if path.is_file():
+                return _load_gguf(path, dtype)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    raise ModelError(f"{path} does not exist: give a GGUF file or a Hugging Face model folder")
+
+
+def fingerprint(config: ModelConfig, weights: Mapping[str, Tensor]) -> bytes:
+    """Every weight counts, at the speed of memory: of a matrix, the sums of its rows, taken as 64-bit integers."""
+    digest = blake2b(repr(config).encode(), digest_size=16)
+    for name in sorted(weights):
+        weight = weights[name].contiguous()
+        data = weight.view(torch.uint8)
+        if data.dim() == 2 and data.shape[1] % 8 == 0:
+            data = data.view(torch.int64).sum(dim=1)
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        digest.update(data.numpy().data)
+    return digest.digest()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is thousands of short operations. With more threads each waits for all of them, and engines that start
+    together on the same cores wait for each other: a minute and a half instead of a second was measured.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
+    if not (folder / "config.json").is_file():
+        held = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"it holds {held[0]}: give that file" if held else "it is not a Hugging Face model folder"
+        raise ModelError(f"{folder} has no config.json; {hint}")
+    config = config_from_huggingface(Fields.from_json(folder / "config.json"))
+    tokenizer = tokenizer_from_folder(folder)
+    return _loaded(folder.resolve().name, folder, config, tokenizer, safetensors.read_weights(folder, config, dtype))
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
+    file = GGUFFile(path)
+    config = gguf.read_config(file)
+    tokenizer = tokenizer_from_gguf(file)
+    return _loaded(_gguf_name(path, file), path, config, tokenizer, gguf.read_weights(file, config, dtype))
+
+
+def _loaded(
+    name: str, path: Path, config: ModelConfig, tokenizer: Tokenizer, weights: dict[str, Tensor]
+) -> LoadedModel:
+    if tokenizer.max_token_id >= config.vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has token ids up to {tokenizer.max_token_id}, the model only {config.vocab_size}"
+        )
+    return LoadedModel(name, config, weights, tokenizer, fingerprint(config, weights))
+
+
+def _gguf_name(path: Path, file: GGUFFile) -> str:
+    """general.name where it can serve as a model name in an API; in many files it is a sentence."""
+    name = file.metadata.get("general.name")
+    return name if isinstance(name, str) and name and not any(map(str.isspace, name)) else path.stem
