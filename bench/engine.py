@@ -1,0 +1,211 @@
+"""The engine's model runner against the machine's limits and against transformers, all in one run.
+
+    python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3]
+
+Rounds alternate between a probe of the machine, our runner and transformers, for each line of the table; each figure
+is the median over the rounds. "of limit" compares prefill with the matrix-product rate, decode with the read
+bandwidth, both from the probes next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.probe import Probe
+from bench.stack import provenance
+from engine.batch import Batch, ScheduledRequest
+from engine.kv_cache import KVCache, KVLayout
+from engine.model.config import ModelConfig
+from engine.model.loader import load_model
+from engine.request import Request, SamplingParams
+from engine.runner import Runner
+
+DEFAULT_MODEL = Path.home() / ".cache/backhaul/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+BLOCK_SIZE = 16
+DECODE_CONTEXT = 256
+DECODE_STEPS = 16
+PREFILL_LENGTHS = (512, 2048)
+DECODE_BATCHES = (1, 8, 32)
+
+
+class Ours:
+    def __init__(self, runner: Runner, num_blocks: int) -> None:
+        self.runner = runner
+        self.num_blocks = num_blocks
+
+    def requests(self, prompts: list[list[int]], room: int) -> list[Request]:
+        free = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            request = Request(str(index), prompt, SamplingParams(temperature=0.0), frozenset(), BLOCK_SIZE, b"seed")
+            request.block_ids = [free.pop() for _ in range(-(-(len(prompt) + room) // BLOCK_SIZE))]
+            requests.append(request)
+        return requests
+
+    def prefill(self, prompt: list[int]) -> float:
+        (request,) = self.requests([prompt], 0)
+        batch = Batch([ScheduledRequest(request, 0, len(prompt))])
+        return seconds(lambda: self.runner.run(batch))
+
+    def decode(self, prompts: list[list[int]]) -> float:
+        """Seconds per step, the median of DECODE_STEPS."""
+        requests = self.requests(prompts, DECODE_STEPS + 1)
+        for request in requests:
+            request.append(self.runner.run(Batch([ScheduledRequest(request, 0, request.num_tokens)]))[0])
+        times = []
+        for _ in range(DECODE_STEPS):
+            batch = Batch([ScheduledRequest(request, request.num_tokens - 1, 1) for request in requests])
+            started = time.perf_counter()
+            tokens = self.runner.run(batch)
+            times.append(time.perf_counter() - started)
+            for request, token in zip(requests, tokens, strict=True):
+                request.append(token)
+        return statistics.median(times)
+
+
+class Theirs:
+    """transformers on the same weights, with its key-value cache."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+        import transformers
+
+        if config.rope_scaling is not None:
+            raise SystemExit("models with rope scaling are not compared here; use --without-transformers")
+        fields: dict[str, Any] = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "tie_word_embeddings": config.tie_word_embeddings,
+        }
+        their_config = transformers.AutoConfig.for_model(config.architecture, **fields)
+        self.model = transformers.AutoModelForCausalLM.from_config(their_config, dtype=dtype).eval()
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        if unexpected or [name for name in missing if name != "lm_head.weight"]:
+            raise SystemExit(f"weights do not fit transformers' model: {[*missing, *unexpected][:3]}")
+
+    @torch.inference_mode()
+    def prefill(self, prompt: list[int]) -> float:
+        ids = torch.tensor([prompt])
+        return seconds(lambda: self.model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1))
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[list[int]]) -> float:
+        output = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        times = []
+        for _ in range(DECODE_STEPS):
+            ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            started = time.perf_counter()
+            output = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output.logits.argmax(-1)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    tokens: int
+    """Per measured unit: a prefill, or a step."""
+    work: float
+    """Floating-point operations of a prefill, bytes read by a step."""
+    decode: bool
+    prompts: list[list[int]]
+
+    def measure(self, engine: Ours | Theirs) -> float:
+        return engine.decode(self.prompts) if self.decode else engine.prefill(self.prompts[0])
+
+
+def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int) -> list[Line]:
+    chooser = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [chooser.randrange(config.vocab_size) for _ in range(length)]
+
+    matrices = sum(weight.numel() for name, weight in weights.items() if name.startswith("model.layers."))
+    head = config.vocab_size * config.hidden_size
+    width = config.num_heads * config.head_dim
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    found = []
+    for length in PREFILL_LENGTHS:
+        # Scores and weighted values, each over half of the square.
+        attention = 2 * config.num_layers * width * length**2
+        found.append(Line(f"prefill {length}", length, 2 * matrices * length + attention, False, [prompt(length)]))
+    for batch in DECODE_BATCHES:
+        context = DECODE_CONTEXT + DECODE_STEPS // 2
+        read = (matrices + head) * itemsize + batch * context * kv_bytes
+        prompts = [prompt(DECODE_CONTEXT) for _ in range(batch)]
+        found.append(Line(f"decode batch {batch}, context {DECODE_CONTEXT}", batch, read, True, prompts))
+    return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the engine's model runner.")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without-kernels", action="store_true", help="measure the torch fallback")
+    parser.add_argument("--without-transformers", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+
+    loaded = load_model(arguments.model, dtype=dtype)
+    config = loaded.config
+    table = lines(config, loaded.weights, dtype.itemsize)
+    longest = max(*PREFILL_LENGTHS, max(DECODE_BATCHES) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE))
+    num_blocks = longest // BLOCK_SIZE + 1
+    cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), num_blocks)
+    runner = Runner(loaded, cache, max_num_seqs=max(DECODE_BATCHES), use_kernels=not arguments.without_kernels)
+    ours = Ours(runner, num_blocks)
+    theirs = None if arguments.without_transformers else Theirs(config, loaded.weights, dtype)
+    probe = Probe(dtype)
+
+    print(f"{provenance()} · torch {torch.__version__}")
+    print(f"{loaded.name} · {arguments.dtype} · {arguments.threads} threads · {arguments.rounds} rounds, medians\n")
+    print(f"{'':28}{'tok/s':>9}{'of limit':>10}{'transformers':>14}{'ratio':>8}")
+    for line in table:
+        shares, our_times, their_times = [], [], []
+        line.measure(ours)  # warm
+        for _ in range(arguments.rounds):
+            probe.sample()
+            our_times.append(line.measure(ours))
+            probe.sample()
+            rates = probe.read_bytes if line.decode else probe.gemm_flops
+            shares.append(line.work / our_times[-1] / max(rates[-2:]))
+            if theirs is not None:
+                their_times.append(line.measure(theirs))
+        row = f"{line.name:28}{line.tokens / statistics.median(our_times):>9.1f}{statistics.median(shares):>10.2f}"
+        if their_times:
+            ratio = statistics.median(their / our for our, their in zip(our_times, their_times, strict=True))
+            row += f"{line.tokens / statistics.median(their_times):>14.1f}{ratio:>7.1f}x"
+        print(row, flush=True)
+    print(f"\nprobes: {probe.summary()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The C++ kernels as functions of tensors. All take contiguous CPU tensors and run on the threads torch uses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+
+_F32, _BF16 = torch.float32, torch.bfloat16
+_SUFFIX = {_F32: "f32", _BF16: "bf16"}
+_ATTENTION = ((_F32, _F32), (_F32, _BF16), (_BF16, _BF16))
+"""Dtypes of activations and of the cache that the attention kernels are compiled for."""
+
+
+class _CacheStruct(ctypes.Structure):
+    _fields_ = (
+        ("arena", c_void_p),
+        ("layers", c_int64),
+        ("kv_heads", c_int64),
+        ("block_size", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class Kernels:
+    """The compiled library. Loading a library that lacks a function raises AttributeError."""
+
+    def __init__(self, library: ctypes.CDLL, openmp: ctypes.CDLL) -> None:
+        self.lanes: int = library.simd_lanes()
+        """Floats per vector register; head sizes must be a multiple of it."""
+        self.panel: int = library.linear_width()
+        """Output columns that packed weights are padded to a multiple of."""
+        self._set_num_threads = openmp.omp_set_num_threads
+
+        def function(name: str, *arguments: type) -> Callable[..., None]:
+            found = library[name]
+            found.argtypes, found.restype = arguments, None
+            return found
+
+        p, i, f = c_void_p, c_int64, c_float
+        self._rms_norm = {t: function(f"rms_norm_{s}", p, i, i, p, f, p) for t, s in _SUFFIX.items()}
+        self._silu_and_mul = {t: function(f"silu_and_mul_{s}", p, i, i, p) for t, s in _SUFFIX.items()}
+        self._linear_pack = {t: function(f"linear_pack_{s}", p, i, i, p) for t, s in _SUFFIX.items()}
+        self._linear = {t: function(f"linear_{s}", p, i, i, p, p, i, p) for t, s in _SUFFIX.items()}
+        suffixes = {(a, c): f"{_SUFFIX[a]}_{_SUFFIX[c]}" for a, c in _ATTENTION}
+        self._rope_store = {k: function(f"rope_store_{s}", p, i, p, i, i, p, p, p) for k, s in suffixes.items()}
+        self._gather = {k: function(f"gather_{s}", p, i, p, i, p) for k, s in suffixes.items()}
+        self._decode = {k: function(f"paged_decode_{s}", p, i, p, i, i, p, i, p, p) for k, s in suffixes.items()}
+
+    def use_torch_threads(self) -> None:
+        """Let kernels called from this thread use as many threads as torch; OpenMP keeps the number per thread."""
+        self._set_num_threads(torch.get_num_threads())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension; weight is float32."""
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        size = weight.shape[0]
+        self._rms_norm[x.dtype](x.data_ptr(), x.numel() // size, size, weight.data_ptr(), eps, out.data_ptr())
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * size] -> [rows, size]"""
+        assert gate_up.is_contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._silu_and_mul[gate_up.dtype](gate_up.data_ptr(), rows, size, out.data_ptr())
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """`weight`, [out_features, in_features] float32 or bfloat16, as a product with float32 rows."""
+        columns, features = weight.shape
+        padded = -(-columns // self.panel) * self.panel
+        packed = torch.empty(padded * features, dtype=weight.dtype)
+        self._linear_pack[weight.dtype](weight.contiguous().data_ptr(), columns, features, packed.data_ptr())
+        return PackedLinear(
+            self._linear[weight.dtype], packed, columns, features, None if bias is None else bias.float()
+        )
+
+    def attention_for(self, cache: KVCache, activations: torch.dtype, num_heads: int) -> AttentionKernels | None:
+        """The kernels for one cache, or None if its dtype or head size is not among those compiled."""
+        key = (activations, cache.layout.dtype)
+        if key not in self._decode or cache.layout.head_dim % self.lanes:
+            return None
+        return AttentionKernels(cache, num_heads, self._rope_store[key], self._gather[key], self._decode[key])
+
+
+class PackedLinear:
+    """[rows, in_features] float32 -> [rows, out_features] float32."""
+
+    def __init__(
+        self, function: Callable[..., None], packed: Tensor, columns: int, features: int, bias: Tensor | None
+    ) -> None:
+        self._function = function
+        self._packed = packed
+        self._bias = bias
+        self._columns = columns
+        self._features = features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        assert x.shape[1] == self._features
+        out = x.new_empty(x.shape[0], self._columns)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._function(
+            x.data_ptr(), x.shape[0], self._features, self._packed.data_ptr(), bias, self._columns, out.data_ptr()
+        )
+        return out
+
+
+class AttentionKernels:
+    """The attention kernels bound to one cache. qkv: [tokens, heads + 2 * kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        rope_store: Callable[..., None],
+        gather: Callable[..., None],
+        decode: Callable[..., None],
+    ) -> None:
+        layout = cache.layout
+        self._cache = cache  # keeps the arena alive
+        self._struct = _CacheStruct(
+            cache.base_address, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim
+        )
+        self._pointer = ctypes.addressof(self._struct)
+        self._num_heads = num_heads
+        self._rope_store, self._gather, self._decode = rope_store, gather, decode
+
+    def rope_store(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
+        """Rotate q in place; store the rotated k, and v. cos, sin: [tokens, head_dim / 2]; slots: [tokens] int64."""
+        assert qkv.is_contiguous()
+        self._rope_store(
+            self._pointer,
+            layer,
+            qkv.data_ptr(),
+            qkv.shape[0],
+            self._num_heads,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+        )
+
+    def gather(self, layer: int, blocks: Tensor, context_len: int, dtype: torch.dtype) -> Tensor:
+        """[2, kv_heads, context, head_dim] of the sequence in `blocks` (int32)."""
+        out = torch.empty(2, self._struct.kv_heads, context_len, self._struct.head_dim, dtype=dtype)
+        self._gather(self._pointer, layer, blocks.data_ptr(), context_len, out.data_ptr())
+        return out
+
+    def decode(self, layer: int, qkv: Tensor, block_table: Tensor, context_lens: Tensor, out: Tensor) -> None:
+        """Attention of the first len(context_lens) rows of qkv, each the last token of its sequence, into `out`."""
+        assert qkv.is_contiguous()
+        assert block_table.is_contiguous()
+        self._decode(
+            self._pointer,
+            layer,
+            qkv.data_ptr(),
+            context_lens.shape[0],
+            self._num_heads,
+            block_table.data_ptr(),
+            block_table.shape[1],
+            context_lens.data_ptr(),
+            out.data_ptr(),
+        )

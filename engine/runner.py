@@ -1,0 +1,147 @@
+"""Runs a batch: its tensors, the forward pass, and the tokens sampled from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.base import Attention, Prefill, Step
+from engine.attention.cpu import CpuPagedAttention
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.batch import Batch, ScheduledRequest
+from engine.kernels.build import load_kernels
+from engine.kernels.library import Kernels
+from engine.kv_cache import KVCache
+from engine.model.layers import KernelOps, TorchOps, compute_dtype
+from engine.model.llama import Llama
+from engine.model.loader import LoadedModel
+from engine.request import Request
+from engine.sampler import sample
+
+logger = logging.getLogger(__name__)
+
+
+class RunnerError(Exception):
+    """A step whose results are not usable, because of the requests named."""
+
+    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+
+
+class Runner:
+    """The model on its device, and the cache it writes.
+
+    Keeps no reference to `loaded`: its weights may be dropped once the runner is built. Runs on one thread, with the
+    number of compute threads given to torch there.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache, *, max_num_seqs: int, use_kernels: bool = True) -> None:
+        config, device = loaded.config, cache.device
+        dtype = compute_dtype(cache.layout.dtype, device)
+        self.cache = cache
+        self.device = device
+        self.block_size = cache.layout.block_size
+        self.kernels = load_kernels() if use_kernels and device.type == "cpu" else None
+        ops = TorchOps(dtype) if self.kernels is None else KernelOps(dtype, self.kernels)
+        self.attention = _attention(cache, dtype, config.num_heads, self.kernels)
+        weights = loaded.weights
+        if device.type != "cpu":
+            weights = {name: weight.to(device) for name, weight in weights.items()}
+        self.model = Llama(config, weights, self.attention, ops)
+        logger.info(
+            "model=%s device=%s weights=%s activations=%s attention=%s threads=%d",
+            loaded.name,
+            device,
+            str(cache.layout.dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+            type(self.attention).__name__,
+            torch.get_num_threads(),
+        )
+        self._warm_up(max_num_seqs)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[int]:
+        """Compute and store the KV of every scheduled token; return the next token of each request that samples, in the
+        order of the batch. Raises RunnerError if the logits of any are not finite."""
+        logits = self.logits(batch)
+        requests = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
+        if not requests:
+            return []
+        _check_finite(logits, requests)
+        return sample(logits, requests)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """Compute and store the KV of every scheduled token; float32 [requests that sample, vocab_size]."""
+        if self.kernels is not None:
+            self.kernels.use_torch_threads()
+        # Sequences of one token first: the decode kernel takes them as one slice.
+        order = sorted(range(len(batch.scheduled)), key=lambda index: batch.scheduled[index].num_tokens > 1)
+        token_ids, step, last_rows = self._inputs([batch.scheduled[index] for index in order])
+        row_of = dict(zip(order, last_rows, strict=True))
+        rows = [row_of[index] for index, scheduled in enumerate(batch.scheduled) if scheduled.samples]
+        return self.model.forward(token_ids, step, self._tensor(np.array(rows, dtype=np.int64)))
+
+    @torch.inference_mode()
+    def _warm_up(self, max_num_seqs: int) -> None:
+        """One step of the largest decode batch, in block 0, so that the first request finds all set up."""
+        rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        tables = rows.to(torch.int32)
+        step = Step(rows, rows, tables[:, None], tables + 1, num_decodes=max_num_seqs, prefills=())
+        self.model.forward(rows, step, rows)
+        self.cache.arena[0].zero_()
+
+    def _inputs(self, ordered: Sequence[ScheduledRequest]) -> tuple[Tensor, Step, list[int]]:
+        """Token ids, the step, and the row of each sequence's last token."""
+        counts = np.array([scheduled.num_tokens for scheduled in ordered])
+        computed = np.array([scheduled.num_computed for scheduled in ordered])
+        context_lens = computed + counts
+        stops = counts.cumsum()
+        starts = stops - counts
+        num_blocks = -(-context_lens // self.block_size)
+        table = np.zeros((len(ordered), num_blocks.max()), dtype=np.int32)
+        token_ids = np.empty(stops[-1], dtype=np.int64)
+        for row, scheduled in enumerate(ordered):
+            request, first = scheduled.request, scheduled.num_computed
+            table[row, : num_blocks[row]] = request.block_ids[: num_blocks[row]]
+            token_ids[starts[row] : stops[row]] = request.token_ids[first : first + scheduled.num_tokens]
+        sequences = np.repeat(np.arange(len(ordered)), counts)
+        positions = np.arange(stops[-1]) - np.repeat(starts - computed, counts)
+        slots = table[sequences, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        step = Step(
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            block_table=self._tensor(table),
+            context_lens=self._tensor(context_lens.astype(np.int32)),
+            num_decodes=int((counts == 1).sum()),
+            prefills=tuple(
+                Prefill(row, int(starts[row]), int(counts[row]), int(context_lens[row]))
+                for row in np.flatnonzero(counts > 1).tolist()
+            ),
+        )
+        return self._tensor(token_ids), step, (stops - 1).tolist()
+
+    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _attention(cache: KVCache, dtype: torch.dtype, num_heads: int, kernels: Kernels | None) -> Attention:
+    attention_kernels = None if kernels is None else kernels.attention_for(cache, dtype, num_heads)
+    if attention_kernels is None:
+        return TorchPagedAttention(cache, num_heads=num_heads)
+    return CpuPagedAttention(attention_kernels, num_heads=num_heads)
+
+
+def _check_finite(logits: Tensor, requests: Sequence[Request]) -> None:
+    """A sum is finite only if all its terms are, and costs a tenth of looking at each."""
+    finite = logits.sum(-1).isfinite()
+    if not finite.all():
+        bad = [request.request_id for request, good in zip(requests, finite.tolist(), strict=True) if not good]
+        raise RunnerError("the model's output is not finite", bad)

@@ -1,0 +1,128 @@
+"""Logits against transformers on the same weights: every architecture, with the kernels and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from tests.running import last_token, make_machine, random_tokens, reference_logits, reference_model
+
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 130, 300]
+"""Prompt lengths around the edges of blocks (16) and of query blocks (128)."""
+FLOAT32_TOLERANCE = 1e-5
+"""Largest difference between float32 logits, as a share of the largest logit."""
+BFLOAT16_MARGIN = 1.25
+"""Our bfloat16 may be this much further from the float32 result than transformers' bfloat16 is."""
+MODELS = [
+    pytest.param({"architecture": "llama"}, id="llama"),
+    pytest.param({"architecture": "llama", "tie_word_embeddings": True}, id="llama-tied"),
+    pytest.param({"architecture": "llama", "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}, id="llama-gqa3"),
+    pytest.param({"architecture": "llama", "num_heads": 5, "num_kv_heads": 1, "head_dim": 64}, id="llama-mqa5"),
+    pytest.param({"architecture": "qwen2"}, id="qwen2"),
+    pytest.param({"architecture": "qwen2", "tie_word_embeddings": True, "head_dim": 32}, id="qwen2-tied"),
+    pytest.param({"architecture": "qwen3"}, id="qwen3"),
+    pytest.param({"architecture": "qwen3", "tie_word_embeddings": True, "head_dim": 128}, id="qwen3-tied"),
+]
+
+
+def assert_equal_float32(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, atol=FLOAT32_TOLERANCE * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("tiny", MODELS)
+def test_float32_logits_equal_transformers_at_every_length_and_through_decode(
+    tiny: dict[str, object], use_kernels: bool, tmp_path: Path
+) -> None:
+    machine = make_machine(tmp_path, use_kernels=use_kernels, **tiny)
+    model = reference_model(tmp_path, torch.float32)
+    for length in LENGTHS:
+        tokens = random_tokens(length + 6, seed=length)
+        expected = reference_logits(model, tokens)
+        request = machine.request(tokens[:length])
+        assert_equal_float32(machine.prefill(request), expected[length - 1])
+        for position in range(length, length + 6):
+            request.append(tokens[position])
+            assert_equal_float32(machine.decode(request)[0], expected[position])
+        machine.free += request.block_ids
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_is_no_further_from_the_exact_logits_than_transformers(
+    architecture: str, use_kernels: bool, tmp_path: Path
+) -> None:
+    machine = make_machine(
+        tmp_path, dtype=torch.bfloat16, use_kernels=use_kernels, architecture=architecture, head_dim=32
+    )
+    exact_model = reference_model(tmp_path, torch.bfloat16).float()
+    rounded_model = reference_model(tmp_path, torch.bfloat16)
+    for length in (5, 33, 200):
+        tokens = random_tokens(length + 1, seed=length)
+        exact, rounded = reference_logits(exact_model, tokens), reference_logits(rounded_model, tokens)
+        request = machine.request(tokens[:-1])
+        ours = [machine.prefill(request)]
+        request.append(tokens[-1])
+        ours.append(machine.decode(request)[0])
+        error = (torch.stack(ours) - exact[-2:]).abs().mean()
+        assert 0 < error < BFLOAT16_MARGIN * (rounded[-2:] - exact[-2:]).abs().mean()
+
+
+def test_bfloat16_activations_are_right_where_the_device_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of CPUs that compute bfloat16, except for oneDNN's packed weights, which only those CPUs can make."""
+    monkeypatch.setattr("engine.model.layers.computes_bfloat16", lambda device: True)
+    monkeypatch.setattr("engine.model.layers._ONEDNN", False)
+    machine = make_machine(tmp_path, dtype=torch.bfloat16, architecture="qwen3", head_dim=32)
+    assert machine.runner.model.dtype == torch.bfloat16
+    exact_model = reference_model(tmp_path, torch.bfloat16).float()
+    rounded_model = reference_model(tmp_path, torch.bfloat16)
+    tokens = random_tokens(150)
+    exact, rounded = reference_logits(exact_model, tokens), reference_logits(rounded_model, tokens)
+    request = machine.request(tokens[:-1])
+    machine.prefill(request)
+    request.append(tokens[-1])
+    error = (machine.decode(request)[0] - exact[-1]).abs().mean()
+    assert error < 1.5 * (rounded[-1] - exact[-1]).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaled_rope_equals_transformers(scaling: dict[str, object], tmp_path: Path) -> None:
+    plain = make_machine(tmp_path / "plain", head_dim=32)
+    machine = make_machine(tmp_path / "scaled", head_dim=32, rope_scaling=scaling)
+    tokens = random_tokens(400)
+    expected = reference_logits(reference_model(tmp_path / "scaled", torch.float32), tokens)[-1]
+    assert_equal_float32(machine.prefill(machine.request(tokens)), expected)
+    assert (plain.prefill(plain.request(tokens)) - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "torch"])
+def test_greedy_tokens_equal_transformers(use_kernels: bool, tmp_path: Path) -> None:
+    machine = make_machine(tmp_path, use_kernels=use_kernels)
+    model = reference_model(tmp_path, torch.float32)
+    request = machine.request(random_tokens(20))
+    machine.prefill(request)
+    for _ in range(40):
+        expected = int(reference_logits(model, request.token_ids)[-1].argmax())
+        (token,) = machine.runner.run(Batch([last_token(request)]))
+        assert token == expected
+        request.append(token)
