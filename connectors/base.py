@@ -50,11 +50,14 @@ class LoadFailed:
     request_id: str
     recompute: bool
     message: str
+    kept_block_ids: tuple[int, ...] = ()
+    """The last blocks of the request's table, if a transfer may still write to them: they are no longer the
+    request's, but not to be freed before a BlocksReleased names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksReleased:
-    """Blocks held for another engine may be freed."""
+    """Blocks held for another engine, or kept from a load that failed, may be freed."""
 
     block_ids: tuple[int, ...]
 

@@ -49,6 +49,16 @@ class PullDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PullStalled:
+    """The pull missed its deadline and its read cannot be stopped. The request should not wait any longer, but the
+    local blocks may still be written to: they must not be reused before the PullFailed that follows, once the peer
+    has moved on or is gone (which may take as long as the peer hangs)."""
+
+    request_id: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class PullFailed:
     """Nothing of the pull may be used. The local blocks can no longer be written to: they may be reused."""
 
@@ -72,15 +82,15 @@ class LeasesRenewed:
     request_ids: tuple[str, ...]
 
 
-TransferEvent = PullDone | PullFailed | LeaseReleased | LeasesRenewed
+TransferEvent = PullDone | PullStalled | PullFailed | LeaseReleased | LeasesRenewed
 Emit = Callable[[TransferEvent], None]
 
 
 class Transport(Protocol):
-    """Never blocks the caller; every job ends in exactly one event."""
+    """Never blocks the caller; every pull ends in exactly one PullDone or PullFailed."""
 
     def pull(self, pull: Pull) -> None:
-        """Start a pull; ends in PullDone or PullFailed under a deadline."""
+        """Start a pull; ends in PullDone or PullFailed, or meets its deadline with PullStalled before that."""
 
     def release(self, peer: Peer, remote_request_id: str) -> None:
         """Tell the owner that nobody will read these blocks. Best effort: the lease ends by itself otherwise."""

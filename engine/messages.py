@@ -46,6 +46,8 @@ class Output:
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     error: str | None = None
+    error_status: int = 500
+    """HTTP status that `error` stands for: 400 if the request itself is at fault."""
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,431 @@
+"""The scheduler: which tokens of which requests the next step computes, and into which blocks.
+
+There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and a step hands
+out a token budget so that the first catches up with the second: running requests first, then waiting ones in order of
+arrival. Chunked prefill, prefix caching and mixed batches all follow from this one rule.
+
+Blocks are held by requests that run, load (their KV is under way from another engine) or have loaded; nothing else in
+the queue holds any. A block gets its name, by which the prefix cache finds it, only after the forward pass or the
+transfer that filled it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from connectors.base import BlocksReleased, Connector, ConnectorOutcome, Loaded, LoadFailed
+from connectors.transport import TransferEvent
+from connectors.wire.transfer import WireError
+from engine.batch import Batch, ScheduledRequest
+from engine.blocks import BlockPool
+from engine.messages import Output, Stop
+from engine.request import Request, RequestStatus
+
+
+class Scheduler:
+    """Owns the requests and the block pool. Main thread only; the counters may be read from any."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        pool: BlockPool,
+        connector: Connector,
+        enable_prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.pool = pool
+        self.connector = connector
+        self.enable_prefix_caching = enable_prefix_caching
+        self._clock = clock
+
+        self.requests: dict[str, Request] = {}
+        """Every unfinished request."""
+        self.waiting: deque[Request] = deque()
+        self.loading: dict[str, Request] = {}
+        """KV under way. A request that ended meanwhile stays: its blocks may still be written to."""
+        self.loaded: deque[Request] = deque()
+        """KV has come, but `max_num_seqs` others run."""
+        self.running: list[Request] = []
+        """Oldest first."""
+        self._outputs: list[Output] = []
+
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        """Tokens looked up in the prefix cache."""
+        self.num_prefix_hits = 0
+        self.num_generated_tokens = 0
+        self.prompt_tokens_by_source: Counter[str] = Counter()
+        """local_compute (counted again when computed again), local_cache_hit, external_kv_transfer."""
+        self.num_finished: Counter[str] = Counter()
+        """By finish reason."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.loading) + len(self.loaded)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use, 0 to 1; blocks held for other engines count."""
+        return self.pool.usage
+
+    @property
+    def num_kv_fetch_by_stage(self) -> dict[str, int]:
+        """Requests whose KV comes from another engine and that do not run yet, by how far they are."""
+        return {
+            "waiting_to_start": sum(_wants_load(request) for request in tuple(self.waiting)),
+            "in_progress": sum(not request.status.finished for request in tuple(self.loading.values())),
+            "completed_waiting": len(self.loaded),
+        }
+
+    # What comes from outside, between two steps or while one runs.
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or end it at once with an error if it can never be served."""
+        assert request.request_id not in self.requests, f"{request.request_id}: added twice"
+        self.requests[request.request_id] = request
+        try:
+            self.connector.on_new_request(request)
+        except WireError as error:
+            self._fail(request, str(error), status=400)
+            return
+        if obstacle := self._obstacle(request):
+            self._fail(request, obstacle, status=400)
+            return
+        self.waiting.append(request)
+
+    def stop(self, message: Stop) -> None:
+        """End a request early; one that has ended already is not touched."""
+        request = self.requests.get(message.request_id)
+        if request is None:
+            return
+        if message.aborted or request.status not in (RequestStatus.RUNNING, RequestStatus.PREEMPTED):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            return
+        if message.num_output_tokens is not None:
+            # The tokens past the stop string are no part of the answer: nobody may build on their KV.
+            kept = request.num_prompt_tokens + message.num_output_tokens
+            request.num_computed_tokens = min(request.num_computed_tokens, kept)
+        self._finish(request, RequestStatus.FINISHED_STOPPED)
+
+    def settle(self, event: TransferEvent) -> None:
+        """Something happened at the transport."""
+        self._apply(self.connector.settle(event))
+
+    def expire(self, now: float) -> None:
+        """Free what was held for other engines until `now` (monotonic seconds)."""
+        self._apply(self.connector.expire(now))
+
+    def fail(self, requests: Sequence[Request], message: str) -> None:
+        """End requests with an error, for instance because the step that computed them failed."""
+        for request in requests:
+            if not request.status.finished:
+                self._fail(request, message)
+
+    def abort_all(self) -> None:
+        for request in list(self.requests.values()):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def take_outputs(self) -> list[Output]:
+        """What came out since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # One step.
+
+    def schedule(self) -> Batch | None:
+        """The next step's work, or None if nothing can be computed until something comes in from outside."""
+        scheduled: list[ScheduledRequest] = []
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(scheduled)
+        if self.num_preemptions == num_preemptions:
+            self._admit(scheduled, budget)
+        self.connector.build_connector_meta()
+        return Batch(scheduled) if scheduled else None
+
+    def finish_step(self, batch: Batch, sampled: Sequence[int]) -> None:
+        """The batch was computed; `sampled` has one token for each of its requests that samples, in order."""
+        tokens = iter(sampled)
+        for item in batch.scheduled:
+            request = item.request
+            token = next(tokens) if item.samples else None
+            if request.status.finished:
+                continue  # ended while the step ran
+            request.num_computed_tokens = item.num_computed + item.num_tokens
+            prompt_part = min(request.num_computed_tokens, request.num_prompt_tokens) - item.num_computed
+            self.prompt_tokens_by_source["local_compute"] += max(0, prompt_part)
+            self._name_blocks(request, item.num_computed)
+            if token is not None:
+                self._append(request, token)
+        assert next(tokens, None) is None, "more tokens sampled than asked for"
+
+    def _schedule_running(self, scheduled: list[ScheduledRequest]) -> int:
+        """Give running requests their tokens, oldest first; returns what is left of the budget."""
+        while self.loaded and len(self.running) < self.max_num_seqs:
+            request = self.loaded.popleft()
+            request.to(RequestStatus.RUNNING)
+            self.running.append(request)
+        budget, index = self.max_num_batched_tokens, 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            # One token is kept for each younger request, so that a long prefill does not stall their decoding.
+            most = max(1, budget - (len(self.running) - index - 1))
+            num_new = min(request.num_tokens - request.num_computed_tokens, most)
+            if self._make_room(request, num_new):
+                self._give(request, num_new, scheduled)
+                budget -= num_new
+                index += 1
+        return budget
+
+    def _make_room(self, request: Request, num_new: int) -> bool:
+        """Allocate blocks for more tokens of a running request, at the cost of younger ones if it must be.
+
+        False if the request itself had to go, being the youngest or too long for the whole pool.
+        """
+        total = _num_blocks(request, request.num_computed_tokens + num_new)
+        if total > self.pool.num_blocks:
+            self._fail(request, self._too_long(request.num_computed_tokens + num_new))
+            return False
+        missing = max(0, total - len(request.block_ids))
+        while missing > self.pool.num_free:
+            victim = self.loaded.pop() if self.loaded else self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if missing:
+            request.block_ids += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks away; it computes everything again later, from the head of the queue."""
+        self._free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if request.status is RequestStatus.RUNNING:
+            request.to(RequestStatus.PREEMPTED)
+        self.waiting.appendleft(request)
+
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+        """Admit waiting requests in order of arrival; the first that has to wait stops those behind it.
+
+        A request is admitted only if *all* its tokens find room beside what the admitted ones still need for
+        theirs: neither a prompt nor a load may take the blocks that a prefill under way is owed.
+        """
+        owed = sum(_num_blocks_owed(request) for request in (*self.running, *self.loading.values(), *self.loaded))
+        while self.waiting:
+            request = self.waiting[0]
+            if _num_blocks(request, request.num_tokens) > self.pool.num_blocks:
+                self._fail(request, self._too_long(request.num_tokens))
+                continue
+            hits = self._match(request)
+            num_local = len(hits) * request.block_size
+            num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            assert is_async or not num_external, "a load that does not wait is not supported"
+            if num_external:
+                admissible = len(self.loading) + len(self.loaded) < self.max_num_seqs
+            else:
+                admissible = budget > 0 and len(self.running) < self.max_num_seqs
+            num_new_blocks = _num_blocks(request, request.num_tokens) - len(hits)
+            if not admissible or num_new_blocks + owed > self.pool.num_free - self.pool.num_revived(hits):
+                return
+            self.waiting.popleft()
+            num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
+            self._take_blocks(request, hits, num_external, num_new)
+            if num_external:
+                request.to(RequestStatus.WAITING_FOR_REMOTE_KVS)
+                self.loading[request.request_id] = request
+            else:
+                request.to(RequestStatus.RUNNING)
+                self.running.append(request)
+                self._give(request, num_new, scheduled)
+                budget -= num_new
+            owed += _num_blocks_owed(request)
+
+    def _take_blocks(self, request: Request, hits: list[int], num_external: int, num_new: int) -> None:
+        """Lay out the block table of an admitted request: | local hits | to be loaded | to be computed |."""
+        num_local = len(hits) * request.block_size
+        num_blocks = _num_blocks(request, num_local + num_external + num_new)
+        self.pool.take(hits)
+        request.block_ids = hits + self.pool.allocate(num_blocks - len(hits))
+        request.num_computed_tokens = num_local + num_external
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += num_local
+        if request.first_scheduled_time is None:
+            request.num_cached_tokens, request.num_external_tokens = num_local, 0
+        self.connector.update_state_after_alloc(request, request.block_ids, num_external)
+
+    def _give(self, request: Request, num_new: int, scheduled: list[ScheduledRequest]) -> None:
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._clock()
+            self.prompt_tokens_by_source["local_cache_hit"] += request.num_cached_tokens
+        scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_new))
+
+    def _match(self, request: Request) -> list[int]:
+        """Cached blocks of the request's tokens, but for the last one: it is computed for its logits."""
+        if not self.enable_prefix_caching:
+            return []
+        return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // request.block_size])
+
+    def _name_blocks(self, request: Request, start: int) -> None:
+        """Let the prefix cache find the blocks that were filled since `start` tokens were computed."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(start // request.block_size, request.num_computed_tokens // request.block_size):
+            self.pool.cache(request.block_ids[index], request.block_hashes[index])
+
+    # How a load ends.
+
+    def _apply(self, outcomes: Sequence[ConnectorOutcome]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, BlocksReleased):
+                self.pool.free(outcome.block_ids)
+                continue
+            request = self.loading.pop(outcome.request_id)
+            if isinstance(outcome, LoadFailed) and outcome.kept_block_ids:
+                request.block_ids = request.block_ids[: -len(outcome.kept_block_ids)]
+            if request.status.finished:
+                self._free(request)
+            elif isinstance(outcome, Loaded):
+                self._loaded(request)
+            else:
+                self._load_failed(request, outcome)
+
+    def _loaded(self, request: Request) -> None:
+        """The KV is there. If it is that of the whole prompt, its last token is computed again for the logits, and
+        the block it lies in is named after that, like any block that a step writes to."""
+        request.num_external_tokens = request.num_computed_tokens - request.num_cached_tokens
+        self.prompt_tokens_by_source["external_kv_transfer"] += request.num_external_tokens
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._name_blocks(request, request.num_cached_tokens)
+        request.to(RequestStatus.WAITING)
+        self.loaded.append(request)
+
+    def _load_failed(self, request: Request, outcome: LoadFailed) -> None:
+        """Back to what this engine has itself; the blocks meant for the load hold nothing that may be used."""
+        self._free(request)
+        request.num_computed_tokens = request.num_cached_tokens = 0
+        if outcome.recompute:
+            request.to(RequestStatus.WAITING)
+            self.waiting.appendleft(request)
+        else:
+            self._fail(request, outcome.message)
+
+    # How a request ends.
+
+    def _append(self, request: Request, token_id: int) -> None:
+        request.append(token_id)
+        self.num_generated_tokens += 1
+        status, stop_token_id = self._stop_reason(request, token_id)
+        if status is None:
+            self._emit(request, [token_id])
+        else:
+            self._finish(request, status, token_ids=[token_id], stop_token_id=stop_token_id)
+
+    def _stop_reason(self, request: Request, token_id: int) -> tuple[RequestStatus | None, int | None]:
+        """Whether this last token ends the request, and the stop token if it is one: EOS before stop tokens
+        before length."""
+        sampling = request.sampling
+        if request.num_output_tokens >= sampling.min_tokens:
+            if token_id in request.eos_token_ids and not sampling.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token_id in sampling.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED, token_id
+        if request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= self.max_model_len:
+            return RequestStatus.FINISHED_LENGTH, None
+        return None, None
+
+    def _obstacle(self, request: Request) -> str | None:
+        """Why this request can never be served, if so."""
+        if not request.prompt_token_ids:
+            return "the prompt is empty"
+        if request.num_prompt_tokens >= self.max_model_len:
+            return (
+                f"the prompt has {request.num_prompt_tokens} tokens; with at least one of output that is more than "
+                f"the {self.max_model_len} tokens this engine takes"
+            )
+        if _num_blocks(request, request.num_prompt_tokens) > self.pool.num_blocks:
+            return self._too_long(request.num_prompt_tokens)
+        return None
+
+    def _too_long(self, num_tokens: int) -> str:
+        return f"{num_tokens} tokens do not fit into this engine's KV cache of {self.pool.num_blocks} blocks"
+
+    def _fail(self, request: Request, message: str, *, status: int = 500) -> None:
+        self._finish(request, RequestStatus.FINISHED_ERROR, error=message, error_status=status)
+
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        token_ids: Sequence[int] = (),
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_status: int = 500,
+    ) -> None:
+        """End a request: its blocks are freed, held for another engine, or kept until the transfer into them ends."""
+        request.to(status)
+        del self.requests[request.request_id]
+        for queue in (self.running, self.waiting, self.loaded):
+            if request in queue:
+                queue.remove(request)
+        hold, params = self.connector.request_finished(request)
+        if not hold and request.request_id not in self.loading:
+            self._free(request)
+        self.num_finished[status.value] += 1
+        self._outputs.append(
+            Output(
+                request_id=request.request_id,
+                token_ids=list(token_ids),
+                finish_reason=status.value,
+                stop_token_id=stop_token_id,
+                kv_transfer_params=params,
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+                error=error,
+                error_status=error_status,
+            )
+        )
+
+    def _emit(self, request: Request, token_ids: list[int]) -> None:
+        self._outputs.append(
+            Output(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+            )
+        )
+
+    def _free(self, request: Request) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+
+
+def _num_blocks(request: Request, num_tokens: int) -> int:
+    return -(-num_tokens // request.block_size)
+
+
+def _num_blocks_owed(request: Request) -> int:
+    """Blocks an admitted request still needs for the tokens it has."""
+    if request.status.finished:
+        return 0
+    return max(0, _num_blocks(request, request.num_tokens) - len(request.block_ids))
+
+
+def _wants_load(request: Request) -> bool:
+    params = request.kv_transfer_params
+    return params is not None and bool(params.do_remote_prefill) and request.num_preemptions == 0

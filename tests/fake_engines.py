@@ -1,0 +1,223 @@
+"""Whole engines without threads, sockets or a model: scheduler, connector and leases over a FakeNetwork."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from connectors.base import NullConnector
+from connectors.fake import FakeNetwork, FakeTransport
+from connectors.kv import KVConnector
+from connectors.lease import Leases
+from connectors.transport import Peer, TransferEvent
+from connectors.wire.transfer import KVTransferParams
+from engine.blocks import BlockPool
+from engine.messages import Output, Stop
+from engine.request import Request
+from engine.scheduler import Scheduler
+from tests.fake_runner import BLOCK_SIZE, FakeKV, FakeRunner, kv_of, make_request
+
+LAYOUT = "layout-1"
+LEASE_SECONDS = 6.0
+CLAIM_SECONDS = 4.0
+
+
+class FakeEngine:
+    """One engine; `step` is one turn of its loop, after which its invariants have been checked."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 10_000,
+        block_size: int = BLOCK_SIZE,
+        enable_prefix_caching: bool = True,
+        network: FakeNetwork | None = None,
+        role: str = "both",
+        name: str = "engine",
+        policy: str = "recompute",
+        kv_layout: str = LAYOUT,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self.network = network or FakeNetwork()
+        self.kv = FakeKV(num_blocks, block_size)
+        self.runner = FakeRunner(self.kv)
+        self.pool = BlockPool(num_blocks)
+        self.events: deque[TransferEvent] = deque()
+        self.leases = Leases(claim_seconds=CLAIM_SECONDS, clock=self.network.clock)
+        self.connector: KVConnector | NullConnector = NullConnector()
+        if network is not None:
+            peer = Peer(name, f"{name}.test", 8100)
+            self.transport = FakeTransport(
+                network, peer, memory=self.kv, leases=self.leases, emit=self.events.append, kv_layout=kv_layout
+            )
+            self.connector = KVConnector(
+                transport=self.transport,
+                leases=self.leases,
+                role=role,
+                engine_id=peer.engine_id,
+                host=peer.host,
+                port=peer.port,
+                block_size=block_size,
+                kv_layout=kv_layout,
+                lease_seconds=lease_seconds,
+                load_failure_policy=policy,
+                clock=self.network.clock,
+            )
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            pool=self.pool,
+            connector=self.connector,
+            enable_prefix_caching=enable_prefix_caching,
+            clock=self.network.clock,
+        )
+        self.tokens: dict[str, list[int]] = {}
+        """Output so far, per request."""
+        self.finals: dict[str, Output] = {}
+        self.filled: dict[bytes, tuple[bytes, ...]] = {}
+        """Block hash -> the KV a block of that name must hold."""
+
+    # Traffic
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add(request)
+        return request
+
+    def submit(self, prompt: Sequence[int], **options) -> Request:
+        return self.add(make_request(prompt, block_size=self.kv.block_size, **options))
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.stop(Stop(request.request_id, aborted=True))
+
+    def settle(self) -> None:
+        """Take in what the transport has reported so far."""
+        while self.events:
+            self.scheduler.settle(self.events.popleft())
+
+    def step(self, *, during=None) -> bool:
+        """One turn of the loop; False if there was nothing to compute. `during` runs while the step does."""
+        self.settle()
+        self.scheduler.expire(self.network.clock.now)
+        batch = self.scheduler.schedule()
+        self.check()
+        if batch is not None:
+            sampled = self.runner.run(batch)
+            if during is not None:
+                during()
+            self.scheduler.finish_step(batch, sampled)
+        self.collect()
+        self.check()
+        return batch is not None
+
+    def collect(self) -> None:
+        for output in self.scheduler.take_outputs():
+            assert output.request_id not in self.finals, f"{output.request_id} goes on after its end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finished:
+                self.finals[output.request_id] = output
+
+    def run(self, *, max_steps: int = 2_000) -> None:
+        """Step until every request has ended, letting time pass whenever nothing can be computed."""
+        for _ in range(max_steps):
+            if not self.scheduler.requests and not self.scheduler.loading:
+                return
+            if not self.step():
+                self.network.advance(0.5)
+        raise AssertionError(f"stuck: {[(r.request_id, r.status) for r in self.scheduler.requests.values()]}")
+
+    def answer(self, request: Request) -> list[int]:
+        assert request.request_id in self.finals, f"{request.request_id} has not ended: {request.status}"
+        return self.tokens[request.request_id]
+
+    def final(self, request: Request) -> Output:
+        return self.finals[request.request_id]
+
+    def prefill(self, prompt: Sequence[int], **options) -> KVTransferParams:
+        """A whole prefill leg; the params of its answer."""
+        params = KVTransferParams.for_prefill()
+        request = self.submit(prompt, max_tokens=options.pop("max_tokens", 1), params=params, **options)
+        self.run()
+        params = self.final(request).kv_transfer_params
+        assert params is not None
+        return KVTransferParams.parse(params.to_json()).for_decode()
+
+    # Invariants
+
+    def tables(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every list of blocks that someone relies on."""
+        scheduler = self.scheduler
+        holders = [*scheduler.running, *scheduler.waiting, *scheduler.loaded, *scheduler.loading.values()]
+        tables = [(request.request_id, tuple(request.block_ids)) for request in holders]
+        tables += [(f"lease {key}", lease.block_ids) for key, lease in self.leases._leases.items()]
+        if isinstance(self.connector, KVConnector):
+            tables += [(f"stalled {key}", block_ids) for key, block_ids in self.connector._stalled.items()]
+        return tables
+
+    def check(self) -> None:
+        pool, uses = self.pool, [0] * self.pool.num_blocks
+        for name, table in self.tables():
+            assert len(set(table)) == len(table), f"{name} has a block twice"
+            for block_id in table:
+                uses[block_id] += 1
+        for block, count in zip(pool.blocks, uses, strict=True):
+            assert block.ref_count == count, f"block {block.block_id}: {block.ref_count} counted, {count} used"
+            assert (block.block_id in pool.free_ids) == (count == 0)
+            assert count <= 1 or block.block_hash is not None, f"block {block.block_id} is shared without a name"
+        assert pool.num_free + pool.num_used == pool.num_blocks
+        self._check_names()
+        self._check_queues()
+
+    def _check_names(self) -> None:
+        scheduler, size = self.scheduler, self.kv.block_size
+        for request in (*scheduler.requests.values(), *scheduler.loading.values()):
+            if request.block_hashes and request.block_hashes[-1] not in self.filled:
+                values = kv_of(request.token_ids)
+                for index, name in enumerate(request.block_hashes):
+                    self.filled[name] = tuple(values[index * size : (index + 1) * size])
+        named = {block.block_id: block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+        assert {block_id: name for name, block_id in self.pool.cached.items()} == named
+        for block_id, name in named.items():
+            assert self.kv.read(block_id) == self.filled[name], f"block {block_id} does not hold what its name says"
+
+    def _check_queues(self) -> None:
+        scheduler = self.scheduler
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        for request in scheduler.waiting:
+            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
+        queued = [*scheduler.running, *scheduler.waiting, *scheduler.loaded]
+        queued += [request for request in scheduler.loading.values() if not request.status.finished]
+        assert len(queued) == len(scheduler.requests)
+        assert {id(request) for request in queued} == {id(request) for request in scheduler.requests.values()}
+
+    def check_idle(self) -> None:
+        """Nothing is left: no request, no lease, every block free."""
+        assert not self.scheduler.requests
+        assert not self.scheduler.loading
+        assert len(self.leases) == 0
+        assert self.pool.num_free == self.pool.num_blocks
+        if isinstance(self.connector, KVConnector):
+            assert self.connector.next_wakeup() is None
+
+
+def pair(
+    *, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None
+) -> tuple[FakeEngine, FakeEngine, FakeNetwork]:
+    """A prefill and a decode engine on one network."""
+    network = FakeNetwork()
+    p = FakeEngine(network=network, role="prefill", name="p", **(prefill or {}))
+    d = FakeEngine(network=network, role="decode", name="d", **(decode or {}))
+    return p, d, network
+
+
+def settle_all(*engines: FakeEngine, seconds: float = 30.0) -> None:
+    """Let messages arrive and leases end, without requests."""
+    for _ in range(int(seconds)):
+        for engine in engines:
+            engine.step()
+        engines[0].network.advance(1.0)
+    for engine in engines:
+        engine.step()
