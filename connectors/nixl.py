@@ -1,0 +1,249 @@
+"""The transport between processes and hosts: NIXL moves the KV, HTTP makes the appointments.
+
+One thread owns the NIXL agent: it posts the reads of `connectors/puller.py`, helps along those of peers from this
+engine's memory (over TCP a read needs its target's help), and receives the notifications by which readers give blocks
+back. NIXL's own progress thread stays off: it would keep a core busy for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from connectors.nixl_agent import Memory, NixlAgent
+from connectors.peer import AgentInfo
+from connectors.puller import NOTIFICATION_PREFIX, Puller
+from connectors.transport import Emit, LeaseReleased, Peer, Pull, PullFailed
+
+logger = logging.getLogger(__name__)
+
+BUSY_PAUSE = 0.001
+"""Seconds between two looks at NIXL while something is under way."""
+IDLE_PAUSE = 0.030
+FORGET_INTERVAL = 60.0
+START_TIMEOUT = 60.0
+CLOSE_SECONDS = 2.0
+"""What reads and messages under way get to end by themselves when the engine stops."""
+JOIN_TIMEOUT = 30.0
+MAX_NOTIFICATION_BYTES = 4096
+
+
+class TransportError(Exception):
+    """The transport cannot start; the message is one line for the user."""
+
+
+class NixlTransport:
+    """One engine's KV memory, readable by peers and filled from theirs; see `connectors.transport.Transport`.
+
+    The counters may be read from any thread.
+    """
+
+    # Set by the transfer thread before it is ready.
+    _start_error: Exception | None = None
+    _info: AgentInfo | None = None
+    _puller: Puller | None = None
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        kv_layout: str,
+        base_address: int,
+        num_blocks: int,
+        block_bytes: int,
+        emit: Emit,
+        memory: Memory = "DRAM",
+        device_id: int = 0,
+        claims_open: Callable[[], bool] = lambda: False,
+        transfer_timeout: float = 20.0,
+        handshake_timeout: float = 5.0,
+    ) -> None:
+        """Offer `num_blocks` blocks of `block_bytes` at `base_address`, which must stay there until `close` returns.
+
+        `emit` and `claims_open` are called on the transfer thread. `claims_open` says whether a peer may be reading
+        here: then its reads and notifications are attended to every millisecond. Timeouts in seconds.
+
+        Raises TransportError.
+        """
+        self._emit = emit
+        self._claims_open = claims_open
+        self._transfer_timeout = transfer_timeout
+        self._handshake_timeout = handshake_timeout
+        self._num_blocks = num_blocks
+        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ready = threading.Event()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._ended = False
+        self.failed = False
+        """The transfer thread broke down: every pull fails from then on."""
+        self.num_notifications = 0
+        self.num_bad_notifications = 0
+        """Received, but not from a Backhaul reader."""
+
+        def start() -> NixlAgent:
+            agent = NixlAgent(base_address, num_blocks, block_bytes, memory, device_id)
+            self._info = AgentInfo(
+                version=1,
+                engine_id=engine_id,
+                agent_name=agent.name,
+                agent_metadata=agent.metadata,
+                base_address=base_address,
+                num_blocks=num_blocks,
+                block_bytes=block_bytes,
+                kv_layout=kv_layout,
+                memory=memory,
+                device_id=device_id,
+            )
+            return agent
+
+        self._thread = threading.Thread(target=self._run, args=(start,), name="transfer", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT):
+            raise TransportError(f"NIXL did not start within {START_TIMEOUT:.0f} s")
+        if self._start_error is not None:
+            error = self._start_error
+            hint = "; install backhaul[engine]" if isinstance(error, ImportError) else ""
+            raise TransportError(f"NIXL cannot start: {type(error).__name__}: {error}{hint}") from error
+
+    @property
+    def num_handshakes_failed(self) -> Counter[str]:
+        """By reason: handshake, engine_id, layout."""
+        return self._started_puller.num_handshakes_failed
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls under way, those included whose peer hangs."""
+        return self._started_puller.num_pulls
+
+    @property
+    def num_peers(self) -> int:
+        return self._started_puller.num_peers
+
+    def pull(self, pull: Pull) -> None:
+        local, remote = pull.local_block_ids, pull.remote_block_ids
+        assert len(local) == len(remote) > 0, f"{pull.request_id}: {len(local)} local and {len(remote)} remote blocks"
+        assert 0 <= min(local) <= max(local) < self._num_blocks, f"{pull.request_id}: local block ids out of range"
+        if not self._do(lambda: self._started_puller.pull(pull)):
+            self._emit(PullFailed(pull.request_id, "transfer", "the transfer thread has ended"))
+
+    def release(self, peer: Peer, remote_request_id: str) -> None:
+        self._do(lambda: self._started_puller.release(peer, remote_request_id))
+
+    def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
+        request_ids = tuple(remote_request_ids)
+        self._do(lambda: self._started_puller.renew(peer, request_ids))
+
+    def agent_info(self) -> dict[str, Any]:
+        assert self._info is not None, "not started"
+        return self._info.to_json()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._do(lambda: None)
+        self._thread.join(JOIN_TIMEOUT)
+        if self._thread.is_alive():
+            logger.error("transfer thread did not end within %.0f s", JOIN_TIMEOUT)
+
+    @property
+    def _started_puller(self) -> Puller:
+        assert self._puller is not None, "not started"
+        return self._puller
+
+    def _do(self, action: Callable[[], None]) -> bool:
+        """Have the transfer thread run `action`; False if it has ended."""
+        with self._lock:
+            if not self._ended:
+                self._actions.put(action)
+            return not self._ended
+
+    # The transfer thread.
+
+    def _run(self, start: Callable[[], NixlAgent]) -> None:
+        try:
+            agent = start()
+            assert self._info is not None, "started without describing itself"
+            puller = self._puller = Puller(
+                agent,
+                me=self._info,
+                emit=self._emit,
+                post=self._actions.put,
+                transfer_timeout=self._transfer_timeout,
+                handshake_timeout=self._handshake_timeout,
+            )
+        except Exception as error:
+            self._start_error = error
+            self._ended = True
+            return
+        finally:
+            self._ready.set()
+        try:
+            self._serve(agent, puller)
+        except Exception:
+            logger.exception("transfer thread failed; pulls fail from now on")
+            self.failed = True
+        finally:
+            self._end(agent, puller)
+
+    def _serve(self, agent: NixlAgent, puller: Puller) -> None:
+        pause, forget_at = IDLE_PAUSE, time.monotonic() + FORGET_INTERVAL
+        while not self._closing.is_set():
+            busy = puller.reading or self._claims_open()
+            pause = BUSY_PAUSE if busy else min(2 * pause, IDLE_PAUSE)
+            self._work(agent, puller, pause)
+            if time.monotonic() >= forget_at:
+                puller.forget_idle()
+                forget_at = time.monotonic() + FORGET_INTERVAL
+
+    def _work(self, agent: NixlAgent, puller: Puller, pause: float) -> None:
+        """Wait for an action for `pause` seconds; then do what there is to do."""
+        try:
+            self._actions.get(timeout=pause)()
+            while True:
+                self._actions.get_nowait()()
+        except Empty:
+            pass
+        for notification in agent.notifications():
+            self._notified(notification)
+        puller.poll()
+
+    def _notified(self, notification: bytes) -> None:
+        self.num_notifications += 1
+        prefix, request_id = notification[: len(NOTIFICATION_PREFIX)], notification[len(NOTIFICATION_PREFIX) :]
+        try:
+            if prefix != NOTIFICATION_PREFIX or not 0 < len(request_id) <= MAX_NOTIFICATION_BYTES:
+                raise ValueError("not a release")
+            self._emit(LeaseReleased(request_id.decode()))
+        except ValueError:  # or a UnicodeDecodeError
+            self.num_bad_notifications += 1
+            logger.warning("bad notification bytes=%d", len(notification))
+
+    def _end(self, agent: NixlAgent, puller: Puller) -> None:
+        """Let what is under way end, for a while; then take the memory away from NIXL."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._run_one_action():
+            pass
+        lanes = puller.close()
+        while puller.num_pulls and not self.failed and time.monotonic() < deadline:
+            self._work(agent, puller, BUSY_PAUSE)
+        for lane in lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._ended = True
+        while self._run_one_action():
+            pass
+        agent.close()
+        puller.fail_all()
+
+    def _run_one_action(self) -> bool:
+        try:
+            action = self._actions.get_nowait()
+        except Empty:
+            return False
+        action()
+        return True
