@@ -70,6 +70,8 @@ class EngineConfig(_Settings):
     """Token budget of one step: long prompts are prefilled in chunks of this size, between decode tokens."""
     max_num_queued_reqs: Positive = 1024
     """Requests waiting at most; more are answered 503."""
+    max_body_bytes: Positive = 64 << 20
+    """Largest request body, after decompression."""
     kv_cache_memory_bytes: Positive | None = None
     """Size of the KV arena; default: room for 8 sequences of max_model_len, at most a quarter of free memory."""
     num_gpu_blocks_override: Positive | None = None

@@ -1,0 +1,144 @@
+"""One API call as it comes in: its body, and the blocks another engine holds for it.
+
+Whoever reads a body that names remote blocks owes their owner a release until the engine has taken the request over.
+`settle_debt` pays what is left when a handler ends, so that no rejection, early or late, leaves blocks pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from connectors.transport import Peer
+from connectors.wire.openai import bad_request
+from connectors.wire.transfer import ECTransferParams, KVTransferParams, WireError
+from engine.api.context import WORKER, Serving
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID = web.RequestKey("request_id", str)
+_DEBT = web.RequestKey("debt", object)
+"""The raw kv_transfer_params of a body whose request the engine has not taken over."""
+_OWNER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+MAX_REQUEST_ID_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request for generation that may proceed."""
+
+    http: web.Request
+    serving: Serving
+    body: dict[str, Any]
+    request_id: str
+    """The client's X-Request-Id, or one made up."""
+    kv_transfer_params: KVTransferParams | None
+    """What the engine gets: only if one of its flags is set, and without prompt_token_ids."""
+    prompt_token_ids: list[int] | None
+    """Ids the router took from the prefill answer; only with do_remote_prefill."""
+
+    def engine_id(self, prefix: str, index: int = 0) -> str:
+        """A request id no other request of this engine has, even if a client repeats its own."""
+        return f"{prefix}-{self.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+
+    def hand_over(self) -> None:
+        """The engine has the request: its connector sees to the remote blocks from here on."""
+        self.http[_DEBT] = None
+
+
+async def read_call(request: web.Request) -> Call:
+    """Read and check what all generating endpoints share. Raises APIError."""
+    body = await read_json(request)
+    request[_DEBT] = body.get("kv_transfer_params")
+    serving = request.app[WORKER].require_accepting()
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise bad_request("model: a string expected", param="model")
+    serving.check_model(model)
+    params, prompt_token_ids = _transfer_params(body, serving)
+    return Call(request, serving, body, request[REQUEST_ID], params, prompt_token_ids)
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The body as an object. Raises APIError 400 for anything else."""
+    try:
+        body = orjson.loads(await request.read())
+    except web.RequestPayloadError:
+        encoding = request.headers.get("Content-Encoding", "identity")
+        raise bad_request(f"the body is not what its Content-Encoding ({encoding[:20]}) says") from None
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request(f"the body must be a JSON object, not {_json_type(body)}")
+    return body
+
+
+def request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "")
+    if given and given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_LENGTH:
+        return given
+    return uuid.uuid4().hex
+
+
+@web.middleware
+async def settle_debt(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Release the remote blocks of a request that the engine never took over."""
+    try:
+        return await handler(request)
+    finally:
+        serving = request.app[WORKER].serving
+        owner = _owner(request.get(_DEBT))
+        if owner is not None and serving is not None and serving.kv is not None:
+            serving.kv.transport.release(*owner)
+            logger.info("released the blocks of a refused request", extra={"request_id": request[REQUEST_ID]})
+
+
+def _owner(raw: object) -> tuple[Peer, str] | None:
+    """Who holds the blocks these params name, and under which request id; read leniently, for they may be what
+    the request was refused for."""
+    if not isinstance(raw, dict) or raw.get("do_remote_prefill") is not True:
+        return None
+    groups = raw.get("remote_block_ids")
+    if not groups or (isinstance(groups, list) and not any(groups)):
+        return None
+    try:
+        params = KVTransferParams.parse({key: raw[key] for key in _OWNER_KEYS if key in raw})
+    except WireError:
+        return None
+    engine_id, request_id, host, port = (getattr(params, key) for key in _OWNER_KEYS)
+    return (Peer(engine_id, host, port), request_id) if engine_id and request_id and host and port else None
+
+
+def _transfer_params(body: dict[str, Any], serving: Serving) -> tuple[KVTransferParams | None, list[int] | None]:
+    raw = body.get("kv_transfer_params")
+    try:
+        if body.get("ec_transfer_params") is not None:
+            ECTransferParams.parse(body["ec_transfer_params"])
+        if not raw:
+            if raw is not None and not isinstance(raw, dict):
+                raise WireError("kv_transfer_params", "an object expected")
+            return None, None
+        params = KVTransferParams.parse(raw)
+        ids = params.prompt_token_ids if params.do_remote_prefill else None
+        if not (params.do_remote_prefill or params.do_remote_decode):
+            return None, None
+        if serving.kv is None:
+            raise WireError("kv_transfer_params", "this engine runs without a KV connector; start it with --role")
+        serving.kv.connector.check(params)
+    except WireError as error:
+        raise bad_request(str(error), param=error.param) from None
+    return params.without("prompt_token_ids"), ids
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    return {list: "an array", str: "a string", bool: "a boolean"}.get(type(value), "a number")

@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from connectors.wire.openai import bad_request
+from engine.api.call import Call, read_call
+from engine.api.context import Serving
+from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.protocol import ChatPrompt, parse_chat
+from engine.chat_template import ChatTemplateError
+from engine.output import Delta
+
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    call = await read_call(request)
+    body = parse_chat(call.body)
+    prompt = call.serving.check_prompt(await _prompt_ids(call, body), "messages")
+    engine_request = make_request(call, body, prompt, call.engine_id("chatcmpl"))
+    shape = ChatShape(f"chatcmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
+    return await Generation(call, body, [engine_request], shape).respond()
+
+
+async def render(serving: Serving, body: ChatPrompt, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a conversation under the chat template. Raises APIError 400."""
+    arguments = dict(body.chat_template_kwargs or {})
+    if reserved := _TEMPLATE_ARGUMENTS & arguments.keys():
+        raise bad_request(f"chat_template_kwargs: {min(reserved)} cannot be set there", param="chat_template_kwargs")
+    if body.documents is not None:
+        arguments["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        arguments["reasoning_effort"] = body.reasoning_effort
+    try:
+        text = serving.tokenizer.render_chat(
+            [message.model_dump(exclude_unset=True) for message in body.messages],
+            add_generation_prompt=body.generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            tools=body.tools,
+            **arguments,
+        )
+    except ChatTemplateError as error:
+        raise bad_request(f"messages: {error}", param="messages") from None
+    return await serving.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+async def _prompt_ids(call: Call, body: ChatPrompt) -> list[int]:
+    if call.prompt_token_ids is None:
+        return await render(call.serving, body, add_special_tokens=bool(call.body.get("add_special_tokens")))
+    if max(call.prompt_token_ids) >= call.serving.vocab_size:
+        where = "kv_transfer_params.prompt_token_ids"
+        raise bad_request(f"{where}: out of vocabulary, ids end at {call.serving.vocab_size - 1}", param=where)
+    return call.prompt_token_ids
+
+
+@dataclass(frozen=True)
+class ChatShape:
+    id: str
+    model: str
+    return_token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    name: str = "chat"
+
+    def opening(self, choice: Choice) -> Json:
+        ids = {"prompt_token_ids": choice.request.prompt_token_ids} if self.return_token_ids else {}
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]) | ids
+
+    def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
+        entry: Json = {
+            "index": choice.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.finish_reason is not None:
+            entry["stop_reason"] = choice.stop_reason
+        if self.return_token_ids:
+            entry["token_ids"] = delta.token_ids
+        return self._chunk([entry]) | choice.kv_json
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return self._chunk([]) | {"usage": usage}
+
+    def answer(self, choices: Sequence[Choice], usage: Json) -> Json:
+        (choice,) = choices
+        entry: Json = {
+            "index": 0,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        ids: Json = {}
+        if self.return_token_ids:
+            entry["token_ids"] = choice.token_ids
+            ids["prompt_token_ids"] = choice.request.prompt_token_ids
+        whole = {**self._head("chat.completion"), "choices": [entry], "usage": usage}
+        return whole | ids | choice.kv_json
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head("chat.completion.chunk"), "choices": choices}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

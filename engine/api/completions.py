@@ -1,0 +1,87 @@
+"""POST /v1/completions; several prompts become several choices of one answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from connectors.wire.openai import bad_request
+from engine.api.call import read_call
+from engine.api.context import Serving
+from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.protocol import CompletionBody, parse_completion
+from engine.output import Delta
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    call = await read_call(request)
+    body = parse_completion(call.body)
+    if len(body.prompt) > 1 and call.kv_transfer_params is not None:
+        # One set of blocks cannot be the KV of two prompts.
+        raise bad_request("prompt: only one is possible with kv_transfer_params", param="prompt")
+    if len(body.prompt) > call.serving.client.capacity:
+        raise bad_request(f"prompt: at most {call.serving.client.capacity} at once", param="prompt")
+    if body.max_tokens is None:
+        body = body.model_copy(update={"max_tokens": DEFAULT_MAX_TOKENS})
+    requests = []
+    for index, prompt in enumerate(body.prompt):
+        ids = call.serving.check_prompt(await _prompt_ids(call.serving, body, prompt), "prompt")
+        requests.append(make_request(call, body, ids, call.engine_id("cmpl", index)))
+    shape = CompletionShape(f"cmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
+    return await Generation(call, body, requests, shape).respond()
+
+
+async def _prompt_ids(serving: Serving, body: CompletionBody, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    return await serving.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt")
+
+
+@dataclass(frozen=True)
+class CompletionShape:
+    id: str
+    model: str
+    return_token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    name: str = "completions"
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
+        entry = self._entry(choice, delta.text)
+        if self.return_token_ids:
+            entry["token_ids"] = delta.token_ids
+            if first:
+                entry["prompt_token_ids"] = choice.request.prompt_token_ids
+        return {**self._head(), "choices": [entry]} | choice.kv_json
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return {**self._head(), "choices": [], "usage": usage}
+
+    def answer(self, choices: Sequence[Choice], usage: Json) -> Json:
+        entries = []
+        for choice in choices:
+            entry = self._entry(choice, choice.text)
+            if self.return_token_ids:
+                entry["token_ids"] = choice.token_ids
+                entry["prompt_token_ids"] = choice.request.prompt_token_ids
+            entries.append(entry)
+        return {**self._head(), "choices": entries, "usage": usage} | choices[0].kv_json
+
+    def _entry(self, choice: Choice, text: str) -> Json:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _head(self) -> Json:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}

@@ -1,0 +1,128 @@
+"""What handlers work with: the worker's state, from before the model is loaded until it has drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from queue import SimpleQueue
+
+from aiohttp import web
+
+from connectors.kv import KVConnector
+from connectors.lease import Leases
+from connectors.transport import Transport
+from connectors.wire.openai import APIError, bad_request, model_not_found, unavailable
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.messages import Inbox
+from engine.metrics import EngineMetrics
+from engine.tokenizer import Tokenizer
+
+LONG_TEXT = 8192
+"""Characters from which text is tokenized in a thread, so that other requests' tokens keep flowing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSide:
+    """What an engine with a KV connector has for its peers."""
+
+    engine_id: str
+    connector: KVConnector
+
+    @property
+    def transport(self) -> Transport:
+        return self.connector.transport
+
+    @property
+    def leases(self) -> Leases:
+        return self.connector.leases
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Everything a loaded engine is served with."""
+
+    model_name: str
+    tokenizer: Tokenizer
+    client: EngineClient
+    metrics: EngineMetrics
+    inbox: SimpleQueue[Inbox]
+    vocab_size: int
+    """Rows of the embedding: every token id must be below."""
+    max_model_len: int
+    block_size: int
+    model_fingerprint: bytes
+    kv: KVSide | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError 404 for a model that is not served here; no name means the one there is."""
+        if name is not None and name != self.model_name:
+            raise model_not_found(name)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Raises APIError 400 at once for text that cannot fit, however it falls into tokens."""
+        at_least = len(text) // self._max_characters_per_token
+        if at_least > self.max_model_len:
+            raise self.too_long(f"more than {at_least}", param)
+        try:
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise bad_request(f"{param}: {error}", param=param) from None
+
+    def check_prompt(self, token_ids: list[int], param: str) -> list[int]:
+        """The prompt itself, if the model can take it and answer at least one token."""
+        if not token_ids:
+            raise bad_request(f"{param}: must not be empty", param=param)
+        if len(token_ids) >= self.max_model_len:
+            raise self.too_long(str(len(token_ids)), param)
+        if max(token_ids) >= self.vocab_size:
+            raise bad_request(
+                f"{param}: token id {max(token_ids)} is out of vocabulary, ids end at {self.vocab_size - 1}",
+                param=param,
+            )
+        return token_ids
+
+    def too_long(self, num_tokens: str, param: str) -> APIError:
+        return bad_request(
+            f"{param}: the context holds {self.max_model_len} tokens including the answer, "
+            f"the prompt has {num_tokens}; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    @cached_property
+    def _max_characters_per_token(self) -> int:
+        longest = max(len(self.tokenizer.token_str(token)) for token in range(self.tokenizer.vocab_size))
+        return 2 * longest  # normalisation may compose two characters into one
+
+
+@dataclass
+class Worker:
+    """The state of the process as its routes see it."""
+
+    config: EngineConfig
+    serving: Serving | None = None
+    """None while the model loads."""
+    draining: bool = False
+    failed: bool = False
+    """The engine's loop died; the process is about to end."""
+
+    def require_serving(self) -> Serving:
+        """Raises APIError 503 while the model loads."""
+        if self.serving is None:
+            raise unavailable("the model is still loading, try again in a moment", retry_after=2)
+        return self.serving
+
+    def require_accepting(self) -> Serving:
+        """Raises APIError 503 unless new requests are taken."""
+        if self.draining or self.failed:
+            raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
+        return self.require_serving()
+
+
+WORKER = web.AppKey("worker", Worker)

@@ -1,0 +1,88 @@
+"""/kv/…: what engines ask of each other. Answered from the lease table, without waiting for an engine step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from aiohttp import web
+from pydantic import Field
+
+from connectors.lease import ClaimRefused
+from connectors.transport import LeaseReleased
+from connectors.wire.openai import APIError
+from engine.api.call import read_json
+from engine.api.context import WORKER, KVSide, Serving
+from engine.api.generation import json_response
+from engine.api.protocol import Body, parse
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class LeaseBody(Body):
+    engine_id: Name
+    request_id: Name
+
+
+class ClaimBody(LeaseBody):
+    reader: str | None = None
+    """Who is going to read; for logs only."""
+
+
+class RenewBody(Body):
+    engine_id: Name
+    request_ids: Annotated[list[Name], Field(max_length=65536)]
+
+
+async def agent(request: web.Request) -> web.Response:
+    """Who this engine is and how to reach its memory."""
+    _, kv = _kv_side(request)
+    return json_response(kv.transport.agent_info())
+
+
+async def claim(request: web.Request) -> web.Response:
+    """Leave to read a finished request's blocks, for a while."""
+    body = parse(ClaimBody, await read_json(request))
+    _, kv = _kv_side(request, body.engine_id)
+    answer = kv.leases.claim(body.request_id)
+    if isinstance(answer, ClaimRefused):
+        raise APIError(
+            410,
+            f"the blocks of this request cannot be read: their lease is {answer.reason}",
+            type="LeaseError",
+            param="request_id",
+            code="lease_expired",
+        )
+    return json_response({"valid_for": answer.valid_for, "block_ids": answer.block_ids})
+
+
+async def renew(request: web.Request) -> web.Response:
+    """Heartbeat of a reader that still queues."""
+    body = parse(RenewBody, await read_json(request))
+    _, kv = _kv_side(request, body.engine_id)
+    return json_response({"renewed": kv.leases.renew(body.request_ids)})
+
+
+async def release(request: web.Request) -> web.Response:
+    """Nobody will read these blocks."""
+    body = parse(LeaseBody, await read_json(request))
+    serving, kv = _kv_side(request, body.engine_id)
+    released = kv.leases.cancel(body.request_id)
+    if released:
+        serving.inbox.put(LeaseReleased(body.request_id))
+    return json_response({"released": released})
+
+
+def _kv_side(request: web.Request, engine_id: str | None = None) -> tuple[Serving, KVSide]:
+    """Also while draining: readers of what is held here must be able to finish."""
+    serving = request.app[WORKER].require_serving()
+    if serving.kv is None:
+        raise APIError(404, "this engine runs without a KV connector", type="NotFoundError")
+    if engine_id not in (None, serving.kv.engine_id):
+        raise APIError(
+            409,
+            f"this is engine {serving.kv.engine_id}, not {engine_id}; it was restarted, or the address is wrong",
+            type="ConflictError",
+            param="engine_id",
+            code="engine_mismatch",
+        )
+    return serving, serving.kv

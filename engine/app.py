@@ -1,0 +1,89 @@
+"""The worker's routes, and the middlewares every request passes through."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+
+from connectors.wire.openai import APIError, error_body
+from engine.api import chat, completions, kv, status, tokens
+from engine.api.call import REQUEST_ID, Handler, request_id, settle_debt
+from engine.api.context import WORKER, Worker
+from engine.api.generation import json_response
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""Never sent; what proxies log for it."""
+
+
+def make_app(worker: Worker) -> web.Application:
+    app = web.Application(
+        middlewares=[identify, answer_errors, settle_debt], client_max_size=worker.config.max_body_bytes
+    )
+    app[WORKER] = worker
+    app.on_response_prepare.append(_echo_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat.create),
+            web.post("/v1/completions", completions.create),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.get("/v1/models", status.models),
+            web.get("/v1/models/{name:.+}", status.model),
+            web.get("/health", status.health),
+            web.get("/ping", status.health),
+            web.post("/ping", status.health),
+            web.get("/version", status.show_version),
+            web.get("/metrics", status.metrics),
+            web.get("/kv/agent", kv.agent),
+            web.post("/kv/claim", kv.claim),
+            web.post("/kv/renew", kv.renew),
+            web.post("/kv/release", kv.release),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, for logs, ids in answers and the response's X-Request-Id."""
+    request[REQUEST_ID] = request_id(request)
+    return await handler(request)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into an OpenAI-shaped answer."""
+    try:
+        return await handler(request)
+    except APIError as error:
+        response = json_response(error.body(), status=error.status)
+        response.headers.update(error.headers)
+        return response
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[WORKER].config.max_body_bytes
+        return _error(
+            413, f"the body is larger than {limit} bytes, the limit set by --max-body-bytes", "BadRequestError"
+        )
+    except web.HTTPException as error:
+        kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+        response = _error(error.status, f"{request.method} {request.path}: {error.reason}", kind)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:  # the client left before the answer began; nobody will read this one either
+        return web.Response(status=CLIENT_LEFT)
+    except Exception:
+        logger.exception("a handler failed", extra={"request_id": request[REQUEST_ID]})
+        return _error(500, "internal error; the engine's log has the details", "InternalServerError")
+
+
+def _error(status: int, message: str, type: str) -> web.Response:
+    return json_response(error_body(message, type=type, code=status), status=status)
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]

@@ -1,0 +1,179 @@
+"""A worker's parts, put together: model, KV arena, connector, scheduler, and the loop over them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from connectors.base import Connector, NullConnector
+from connectors.kv import KVConnector
+from connectors.lease import Leases
+from connectors.transport import TransferEvent
+from engine.api.context import KVSide, Serving
+from engine.blocks import BlockPool
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import StartError
+from engine.kv_cache import KVCache, KVLayout
+from engine.messages import Inbox
+from engine.metrics import EngineMetrics
+from engine.model.loader import load_model
+from engine.readings import engine_readings
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.server import HTTPServer
+from engine.sizing import Sizes, choose_device, choose_dtype, choose_sizes, choose_threads
+
+logger = logging.getLogger(__name__)
+
+CLAIM_MARGIN = 5.0
+"""Seconds a claimed lease outlives its reader's deadline: the claim and the notification take their time."""
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    core: EngineCore
+    serving: Serving
+
+
+def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
+    """Load the model and build everything around it; `port` is the one bound.
+
+    Raises ModelError or StartError.
+    """
+    started = time.monotonic()
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    torch.set_num_threads(choose_threads(config))
+    model = load_model(config.model, dtype=dtype)
+    if config.chat_template is not None:
+        model.tokenizer.use_chat_template(config.chat_template)
+    layout = KVLayout(
+        model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.block_size, dtype
+    )
+    sizes = choose_sizes(config, model.config, layout, device)
+    cache = KVCache(layout, sizes.num_blocks, device)
+    runner = Runner(model, cache, max_num_seqs=config.max_num_seqs)
+
+    inbox: SimpleQueue[Inbox] = SimpleQueue()
+    name = config.served_model_name or model.name
+    metrics = EngineMetrics(name, kv_transfer=config.kv_transfer_enabled)
+    kv = _kv_side(config, cache, layout.fingerprint(model.fingerprint), metrics, inbox, port)
+    connector: Connector = NullConnector() if kv is None else kv.connector
+    scheduler = _scheduler(config, sizes, connector)
+    metrics.watch(engine_readings(scheduler, model.tokenizer, None if kv is None else kv.connector))
+    client = EngineClient(
+        inbox, server.loop, capacity=config.max_num_seqs + config.max_num_queued_reqs, observer=metrics
+    )
+    serving = Serving(
+        model_name=name,
+        tokenizer=model.tokenizer,
+        client=client,
+        metrics=metrics,
+        inbox=inbox,
+        vocab_size=model.config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        block_size=config.block_size,
+        model_fingerprint=model.fingerprint,
+        kv=kv,
+    )
+    logger.info(
+        "engine ready",
+        extra={
+            "model": name,
+            "role": config.role,
+            "max_model_len": sizes.max_model_len,
+            "kv_blocks": sizes.num_blocks,
+            "kv_mib": sizes.num_blocks * layout.block_bytes >> 20,
+            "seconds": round(time.monotonic() - started, 1),
+        },
+    )
+    return Engine(EngineCore(scheduler, runner, connector, inbox, client.emit), serving)
+
+
+def _kv_side(
+    config: EngineConfig,
+    cache: KVCache,
+    kv_layout: str,
+    metrics: EngineMetrics,
+    inbox: SimpleQueue[Inbox],
+    port: int,
+) -> KVSide | None:
+    if not config.kv_transfer_enabled:
+        return None
+    settings = config.kv_transfer_config.kv_connector_extra_config
+    engine_id = str(uuid.uuid4())
+    leases = Leases(claim_seconds=settings.transfer_timeout + CLAIM_MARGIN)
+
+    def emit(event: TransferEvent) -> None:
+        metrics.transferred(event)
+        inbox.put(event)
+
+    try:
+        # Only here: an engine on its own needs no NIXL, and importing it takes a second.
+        from connectors.nixl import NixlTransport, TransportError
+    except ImportError as error:
+        raise StartError(f"NIXL cannot be imported ({error}): pip install 'backhaul[engine]'") from None
+    try:
+        transport = NixlTransport(
+            engine_id=engine_id,
+            kv_layout=kv_layout,
+            base_address=cache.base_address,
+            num_blocks=cache.num_blocks,
+            block_bytes=cache.layout.block_bytes,
+            emit=emit,
+            memory="VRAM" if cache.device.type == "cuda" else "DRAM",
+            device_id=cache.device.index or 0,
+            claims_open=lambda: len(leases) > 0,
+            transfer_timeout=settings.transfer_timeout,
+            handshake_timeout=settings.handshake_timeout,
+        )
+    except TransportError as error:
+        raise StartError(str(error)) from None
+    connector = KVConnector(
+        transport=transport,
+        leases=leases,
+        role=config.role,
+        engine_id=engine_id,
+        host=advertised_host(config),
+        port=port,
+        block_size=config.block_size,
+        kv_layout=kv_layout,
+        lease_seconds=settings.kv_lease_duration,
+        load_failure_policy=config.kv_transfer_config.kv_load_failure_policy,
+    )
+    return KVSide(engine_id, connector)
+
+
+def _scheduler(config: EngineConfig, sizes: Sizes, connector: Connector) -> Scheduler:
+    return Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        pool=BlockPool(sizes.num_blocks),
+        connector=connector,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def advertised_host(config: EngineConfig) -> str:
+    """Where peers reach this engine: as configured, else where it listens, else the address of its default route."""
+    if config.advertise_host:
+        return config.advertise_host
+    if config.host not in _WILDCARDS:
+        return config.host
+    family, probe = (socket.AF_INET6, "2001:db8::1") if config.host == "::" else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((probe, 9))  # sends nothing; the kernel picks the source address
+            return str(sock.getsockname()[0])
+        except OSError:
+            return "::1" if config.host == "::" else "127.0.0.1"

@@ -1,0 +1,167 @@
+"""The server's end of the two queues to the engine: submit requests, await their outputs, abort what is left.
+
+Everything but `emit` and `fail` runs on the server's event loop. The engine's thread calls `emit` once per step,
+which crosses over with one `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol, Self
+
+from connectors.transport import LeaseReleased
+from connectors.wire.openai import APIError, unavailable
+from engine.messages import Inbox, Output, Stop, Submit
+from engine.request import Request
+
+
+class Observer(Protocol):
+    """Told what passes, for metrics."""
+
+    def submitted(self, request: Request) -> None: ...
+    def observed(self, request: Request, output: Output) -> None: ...
+    def aborted(self, request: Request) -> None: ...
+
+
+class EngineClient:
+    """Keeps at most `capacity` requests unfinished, which bounds the engine's inbox."""
+
+    def __init__(
+        self, inbox: SimpleQueue[Inbox], loop: asyncio.AbstractEventLoop, *, capacity: int, observer: Observer
+    ) -> None:
+        self._inbox = inbox
+        self._loop = loop
+        self.capacity = capacity
+        self._observer = observer
+        self._open: dict[str, tuple[Request, Outputs]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failure: str | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def submit(self, requests: Sequence[Request]) -> Outputs:
+        """Hand requests to the engine, all or none; use as `async with client.submit([...]) as outputs`.
+
+        Raises APIError 503 if there is no room for them.
+        """
+        if self._failure is not None:
+            raise APIError(500, self._failure, type="InternalServerError")
+        if len(self._open) + len(requests) > self.capacity:
+            raise unavailable(f"the queue is full: {len(self._open)} requests wait or run; try again later")
+        outputs = Outputs(self, requests)
+        for request in requests:
+            self._open[request.request_id] = (request, outputs)
+            self._observer.submitted(request)
+            self._inbox.put(Submit(request))
+        self._idle.clear()
+        return outputs
+
+    def stop(self, request_id: str, num_output_tokens: int) -> None:
+        """A stop string was found: end the request with this many output tokens. Its last output still comes."""
+        if request_id in self._open:
+            self._inbox.put(Stop(request_id, aborted=False, num_output_tokens=num_output_tokens))
+
+    async def wait_idle(self) -> None:
+        """Return when no request is unfinished."""
+        await self._idle.wait()
+
+    def emit(self, outputs: Sequence[Output]) -> None:
+        """The outputs of one engine step; from the engine's thread."""
+        self._cross_over(lambda: self._deliver(outputs))
+
+    def fail(self, message: str) -> None:
+        """The engine's loop ended for good: open requests and later ones end with this error. From any thread."""
+        self._cross_over(lambda: self._fail(message))
+
+    def _cross_over(self, action: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:  # the loop is closed: the server has ended, nobody is waiting
+            pass
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            known = self._open.get(output.request_id)
+            if known is None:
+                self._give_back(output)
+                continue
+            request, mailbox = known
+            self._observer.observed(request, output)
+            if output.finished:
+                self._forget(output.request_id)
+            mailbox.put(output)
+
+    def _fail(self, message: str) -> None:
+        self._failure = message
+        self._deliver([Output(request_id, [], "error", error=message) for request_id in self._open])
+
+    def _abort(self, request_id: str) -> None:
+        known = self._open.get(request_id)
+        if known is not None:
+            self._inbox.put(Stop(request_id, aborted=True))
+            self._observer.aborted(known[0])
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._open[request_id]
+        if not self._open:
+            self._idle.set()
+
+    def _give_back(self, output: Output) -> None:
+        """An ending nobody hears of: the blocks it offers would stay pinned until their lease ends."""
+        params = output.kv_transfer_params
+        if params is not None and params.remote_request_id:
+            self._inbox.put(LeaseReleased(params.remote_request_id))
+
+
+class Outputs:
+    """The outputs of the requests of one call, as they come; ends when all have finished.
+
+    A reader slower than the engine finds the outputs of a request merged into one. Leaving the `async with` block
+    aborts what has not finished, whatever the reason.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._unfinished = {request.request_id for request in requests}
+        self._arrived = asyncio.Event()
+        self._pending: dict[str, Output] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for request_id in self._unfinished:
+            self._client._abort(request_id)
+        for output in self._pending.values():
+            self._client._give_back(output)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._pending:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        output = self._pending.pop(next(iter(self._pending)))
+        if output.finished:
+            self._unfinished.discard(output.request_id)
+        return output
+
+    def put(self, output: Output) -> None:
+        earlier = self._pending.get(output.request_id)
+        if earlier is not None:
+            output = replace(output, token_ids=[*earlier.token_ids, *output.token_ids])
+        self._pending[output.request_id] = output
+        self._arrived.set()

@@ -1,0 +1,211 @@
+"""Request bodies: what is refused, with which message, and what reaches the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connectors.wire.openai import APIError
+from engine.api.protocol import TokenizeText, parse, parse_chat, parse_completion
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refused(body: dict[str, Any], *, chat: bool = True) -> APIError:
+    with pytest.raises(APIError) as caught:
+        parse_chat({"messages": MESSAGES} | body) if chat else parse_completion({"prompt": "hi"} | body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fragment"),
+    [
+        ("temperature", -1, "greater than or equal to 0, got -1"),
+        ("temperature", "1", "valid number"),
+        ("temperature", True, "valid number"),
+        ("top_p", 0, "greater than 0"),
+        ("top_p", 1.5, "less than or equal to 1"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("top_k", 1.5, "integer"),
+        ("min_p", 2, "less than or equal to 1"),
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", "8", "integer"),
+        ("min_tokens", -1, "greater than or equal to 0"),
+        ("seed", 2**63, "less than"),
+        ("seed", 1.5, "integer"),
+        ("stop", 7, "a string or a list of strings"),
+        ("stop", ["a", ""], "cannot be empty"),
+        ("stop", [1], "a string or a list of strings"),
+        ("stop_token_ids", [-1], "greater than or equal to 0"),
+        ("presence_penalty", 3, "less than or equal to 2"),
+        ("frequency_penalty", -3, "greater than or equal to -2"),
+        ("repetition_penalty", 0, "greater than 0"),
+        ("logit_bias", [1], "dictionary"),
+        ("stream", "yes", "boolean"),
+        ("ignore_eos", 1, "boolean"),
+        ("cache_salt", "", "at least 1 character"),
+        ("model", 7, "string"),
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_bad_values_are_refused_naming_the_field(field: str, value: object, fragment: str, chat: bool) -> None:
+    error = refused({field: value}, chat=chat)
+    assert fragment in error.message
+    assert (error.param or "").split("[")[0] == field
+    assert error.message.startswith(f"{error.param}: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", 0),
+        ("best_of", 3),
+        ("logprobs", True),
+        ("top_logprobs", 5),
+        ("prompt_logprobs", 1),
+        ("echo", True),
+        ("suffix", "x"),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"json": {}}),
+        ("use_beam_search", True),
+        ("priority", 1),
+        ("chat_template", "{{ messages }}"),
+        ("truncate_prompt_tokens", 5),
+    ],
+)
+def test_fields_without_a_function_here_are_refused_by_name(field: str, value: object) -> None:
+    error = refused({field: value})
+    assert error.param == field
+    assert "not supported" in error.message
+
+
+def test_completions_count_zero_logprobs_as_asked_for() -> None:
+    assert refused({"logprobs": 0}, chat=False).param == "logprobs"
+    assert parse_chat({"messages": MESSAGES, "logprobs": False}).messages
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": "", "response_format": {"type": "text"}},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "anything": [1, {}]},
+        {"temperature": None, "stop": None, "stream": None, "kv_transfer_params": None},
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(harmless: dict[str, Any]) -> None:
+    assert parse_chat({"messages": MESSAGES} | harmless).stop is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"tools": [{"type": "function"}]}, "tool_choice"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"kv_transfer_params": []}, "kv_transfer_params"),
+    ],
+)
+def test_bad_chat_bodies(body: dict[str, Any], param: str) -> None:
+    assert refused(body).param == param
+
+
+def test_tools_are_taken_when_the_model_must_not_call_them() -> None:
+    assert parse_chat({"messages": MESSAGES, "tools": [{"type": "function"}], "tool_choice": "none"}).tools
+
+
+def test_text_parts_are_taken() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0].content
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_every_form_of_prompt(prompt: object, expected: object) -> None:
+    assert parse_completion({"prompt": prompt}).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {}, [], [[]], [1.5], [True], [None], [-1], [["a"]], [[1, "a"]]])
+def test_bad_prompts(prompt: object) -> None:
+    error = refused({"prompt": prompt}, chat=False)
+    assert (error.param or "").startswith("prompt")
+
+
+def test_missing_prompt() -> None:
+    with pytest.raises(APIError) as caught:
+        parse_completion({})
+    assert caught.value.message == "prompt: required, but missing"
+
+
+def test_defaults_of_sampling() -> None:
+    sampling = parse_chat({"messages": MESSAGES}).sampling(max_tokens=9, vocab_size=10)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (9, 1.0, 0, 1.0)
+    assert sampling.skip_special_tokens
+    assert not sampling.stop
+
+
+def test_sampling_carries_what_was_asked() -> None:
+    body = parse_chat(
+        {
+            "messages": MESSAGES,
+            "max_tokens": 3,
+            "max_completion_tokens": 7,
+            "min_tokens": 2,
+            "temperature": 1e-5,
+            "top_k": -1,
+            "stop": "x",
+            "stop_token_ids": [4],
+            "logit_bias": {"3": 1000.0, "5": -7},
+            "skip_special_tokens": False,
+        }
+    )
+    assert body.requested_max_tokens == 7
+    sampling = body.sampling(max_tokens=7, vocab_size=10)
+    assert (sampling.min_tokens, sampling.temperature, sampling.top_k) == (2, 0.01, 0)
+    assert sampling.stop == ("x",)
+    assert sampling.stop_token_ids == {4}
+    assert sampling.logit_bias == ((3, 100.0), (5, -7.0))
+    assert not sampling.skip_special_tokens
+
+
+def test_temperature_zero_stays_greedy() -> None:
+    assert parse_chat({"messages": MESSAGES, "temperature": 0}).sampling(max_tokens=1, vocab_size=1).temperature == 0
+
+
+@pytest.mark.parametrize("key", ["10", "-1", "a", "1.5", "²"])
+def test_logit_bias_of_no_token(key: str) -> None:
+    body = parse_chat({"messages": MESSAGES, "logit_bias": {key: 1}})
+    with pytest.raises(APIError, match="logit_bias"):
+        body.sampling(max_tokens=1, vocab_size=10)
+
+
+def test_min_tokens_beyond_max_tokens() -> None:
+    body = parse_chat({"messages": MESSAGES, "min_tokens": 5, "max_tokens": 4})
+    with pytest.raises(APIError, match="min_tokens: must not exceed max_tokens=4"):
+        body.sampling(max_tokens=4, vocab_size=10)
+
+
+def test_messages_never_repeat_what_the_client_wrote() -> None:
+    with pytest.raises(APIError) as caught:
+        parse(TokenizeText, {"prompt": ["my secret"]})
+    assert "secret" not in caught.value.message
