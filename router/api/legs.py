@@ -1,0 +1,123 @@
+"""How a client's body becomes the bodies of a turn's two legs: what all endpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from connectors.wire.transfer import KVTransferParams
+
+Body = dict[str, Any]
+
+TRANSFER_KEYS: Final = ("kv_transfer_params", "ec_transfer_params")
+
+# Not for the one token of a prefill leg. Some would be answered 400 there (stream_options without stream, min_tokens
+# above max_tokens); a stop string or repetition that matches would end the request without transfer params; the rest
+# costs the prefill engine time for nothing. What the chat template may read (tools, response_format) stays.
+PREFILL_DROPS: Final = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "max_completion_tokens",
+        "min_tokens",
+        "best_of",
+        "stop",
+        "include_stop_str_in_output",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "return_tokens_as_token_ids",
+        "return_prompt_text",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "repetition_detection",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What the prefill leg brought."""
+
+    engine: str
+    params: KVTransferParams | None
+    """None if the engine named no blocks to pull."""
+    prompt_token_ids: list[int] | None
+    answered_at: float
+    """Event loop time; the lease on the blocks runs from then."""
+
+
+class Endpoint(Protocol):
+    """What tells one endpoint from another. Everything else about a turn is the same for all."""
+
+    name: str
+    """Label of the metrics."""
+    path: str
+
+    def alone(self, body: Body) -> str | None:
+        """Why the KV of this request cannot be handed over, so that the decode engine must prefill; None if it can."""
+
+    def history(self, body: Body) -> object:
+        """The messages that make the conversation, or None if this endpoint has none."""
+
+    def prefill_leg(self, body: Body) -> Body:
+        """The body for the prefill engine."""
+
+    def decode_leg(self, body: Body, prefilled: Prefilled | None) -> Body:
+        """The body for the decode engine."""
+
+
+def without_engine_talk(body: Body) -> Body:
+    """The client's body without what only router and engines may say to each other: it would let a client read
+    another's KV, or bypass the chat template."""
+    clean = {key: value for key, value in body.items() if key not in TRANSFER_KEYS}
+    if isinstance(xargs := clean.get("vllm_xargs"), dict):
+        clean["vllm_xargs"] = {key: value for key, value in xargs.items() if not key.endswith("transfer_params")}
+    if isinstance(sampling := clean.get("sampling_params"), dict):
+        clean["sampling_params"] = {key: value for key, value in sampling.items() if key != "extra_args"}
+    return clean
+
+
+def alone(body: Body) -> str | None:
+    """Reasons common to all endpoints."""
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+        # The children of one request would all pull under one lease; the first to finish ends it for the others.
+        return "several_choices"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    if body.get("echo") or body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"  # every prompt token's logits are wanted where the answer is made
+    return None
+
+
+def prefill_body(body: Body, **tokens: int) -> Body:
+    """Prefill, make one token, hold the blocks, tell the ids. `tokens` are the endpoint's names for the limit of 1."""
+    return {
+        **{key: value for key, value in body.items() if key not in PREFILL_DROPS},
+        **tokens,
+        "n": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "kv_transfer_params": KVTransferParams.for_prefill().to_json(),
+    }
+
+
+def decode_body(body: Body, params: KVTransferParams | None) -> Body:
+    """The client's body, asking for what the router wants to know besides: token ids, and usage in a stream."""
+    leg = {**body, "return_token_ids": True}
+    options = body.get("stream_options")
+    if body.get("stream") and isinstance(options, dict | None):
+        leg["stream_options"] = {**(options or {}), "include_usage": True}
+    if params is not None:
+        leg["kv_transfer_params"] = params.to_json()
+    return leg
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether the client itself asked for usage; an answer in one piece always has it."""
+    options = body.get("stream_options")
+    return not body.get("stream") or (isinstance(options, dict) and bool(options.get("include_usage")))

@@ -1,0 +1,146 @@
+"""The aiohttp application: routes, the parts behind them, and what every response has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from connectors.wire.openai import APIError, error_body
+from router import admin
+from router.api import models
+from router.api.chat import Chat
+from router.api.completions import Completions
+from router.api.legs import Endpoint
+from router.config import RouterConfig
+from router.context import REQUEST_ID, ROUTER, Router
+from router.headers import request_id
+from router.metrics import Metrics
+from router.pool import Pool
+from router.store import Store
+from router.turn import run_turn
+from router.upstream import RELEASE_SECONDS, Upstream
+
+ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions())
+
+# vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request.
+KEEP_ALIVE_SECONDS: Final = 2.0
+DNS_CACHE_SECONDS: Final = 10
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger("router")
+
+
+def build_app(config: RouterConfig) -> web.Application:
+    app = web.Application(middlewares=[errors], client_max_size=config.max_body_bytes)
+    for endpoint in ENDPOINTS:
+        app.router.add_post(endpoint.path, turn_handler(endpoint))
+    app.router.add_get("/v1/models", models.list_models)
+    app.router.add_get("/v1/models/{model:.+}", models.get_model)
+    app.router.add_get("/health", admin.health)
+    app.router.add_get("/ready", admin.ready)
+    app.router.add_get("/metrics", admin.metrics)
+    app.on_response_prepare.append(finish_headers)
+    app.cleanup_ctx.append(lambda app: parts(app, config))
+    return app
+
+
+def turn_handler(endpoint: Endpoint) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await run_turn(request, endpoint)
+
+    return handle
+
+
+async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[None]:
+    """Everything with a life of its own: started before the first request, ended after the last."""
+    metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
+    store = Store(config.redis, timeout=config.redis_timeout, metrics=metrics)
+    async with client_session(config) as session:
+        pool = Pool(
+            session,
+            prefill=config.prefill,
+            decode=config.decode,
+            probe_interval=config.probe_interval,
+            probe_timeout=config.probe_timeout,
+        )
+        upstream = Upstream(
+            session,
+            pool,
+            metrics,
+            prefill_timeout=config.prefill_timeout,
+            first_byte_timeout=config.first_byte_timeout,
+            idle_timeout=config.idle_timeout,
+        )
+        router = app[ROUTER] = Router(config, metrics, pool, upstream, store)
+        metrics.follow(pool, lambda: router.turns.count)
+        if not await store.ping():
+            log.warning("Redis does not answer: turns go on, but conversations are not remembered. Check --redis.")
+        watch = asyncio.create_task(pool.watch(), name="watch engines")
+        watch.add_done_callback(_watched)
+        yield
+        watch.cancel()
+        await asyncio.wait([watch])
+        await router.background.settle(RELEASE_SECONDS)
+    await store.close()
+
+
+def _watched(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("engines are no longer watched", exc_info=error)
+
+
+def client_session(config: RouterConfig) -> aiohttp.ClientSession:
+    """The one client. Its limits are ours: a pool of 100 connections or 300 s in all would stop long streams."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=DNS_CACHE_SECONDS
+        ),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept"),
+        trust_env=False,
+    )
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves as an OpenAI error body."""
+    request[REQUEST_ID] = request_id(request.headers)
+    try:
+        return await handler(request)
+    except APIError as error:
+        return json_error(error.status, error.body(), error.headers)
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[ROUTER].config.max_body_bytes
+        message = f"The request body is larger than {limit} bytes."
+        return json_error(413, error_body(message, type="BadRequestError", code=413))
+    except web.HTTPException as error:
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        message = f"{error.reason}: {request.method} {request.path}"
+        kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+        return json_error(error.status, error_body(message, type=kind, code=error.status), headers)
+    except ConnectionResetError:
+        raise
+    except Exception:
+        log.exception("a handler failed", extra={"request_id": request[REQUEST_ID]})
+        return json_error(500, error_body("Internal error of the router.", type="InternalServerError", code=500))
+
+
+def json_error(status: int, body: dict[str, object], headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json", headers=headers)
+
+
+async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "backhaul"
+    if (given := request.get(REQUEST_ID)) is not None:
+        response.headers["X-Request-Id"] = given
+    if request.app[ROUTER].draining:
+        response.headers["Connection"] = "close"
+        response.force_close()

@@ -1,0 +1,51 @@
+"""Request bodies: read within a time and a size, decompressed within the same size, parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from connectors.wire.openai import APIError, bad_request
+
+BODY_SECONDS: Final = 300.0
+_EITHER_HEADER: Final = 32 + zlib.MAX_WBITS  # gzip or zlib, told by its first bytes
+
+
+async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
+    """The JSON object of a request. Raises APIError; web.HTTPRequestEntityTooLarge beyond `limit` bytes."""
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        raise APIError(415, f"Content-Encoding {encoding} is not understood here; send gzip, deflate or none.")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await request.read()
+    except TimeoutError:
+        raise APIError(408, f"The request body did not arrive within {BODY_SECONDS:.0f} s.") from None
+    except web.RequestPayloadError as error:
+        raise bad_request(f"The request body cannot be read: {error}") from None
+    if encoding != "identity":
+        data = await asyncio.to_thread(_unpack, data, limit)
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request("The request body must be a JSON object.")
+    return body
+
+
+def _unpack(data: bytes, limit: int) -> bytes:
+    unpacker = zlib.decompressobj(_EITHER_HEADER)
+    try:
+        plain = unpacker.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise bad_request(f"The request body cannot be decompressed: {error}") from None
+    if len(plain) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit)
+    if not unpacker.eof:
+        raise bad_request("The request body cannot be decompressed: it ends too early.")
+    return plain

@@ -1,0 +1,92 @@
+"""The router's settings. Flags, environment names and YAML keys are all derived from these fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _engine_url(value: str) -> str:
+    parts = urlsplit(value)
+    try:
+        port_is_good = parts.port != 0
+    except ValueError:
+        port_is_good = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good or parts.query or parts.fragment:
+        raise ValueError(f"{value!r} is not an engine's address; give it as http://HOST:PORT")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+def _redis_url(value: str) -> str:
+    parts = urlsplit(value)
+    try:
+        good = parts.port != 0 and bool(parts.path if parts.scheme == "unix" else parts.hostname)
+    except ValueError:
+        good = False
+    if parts.scheme not in ("redis", "rediss", "unix") or not good:
+        raise ValueError("not a Redis address; give it as redis://HOST:PORT/DB")
+    return value
+
+
+def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := {url for url in urls if urls.count(url) > 1}:
+        raise ValueError(f"{sorted(twice)[0]} is given twice")
+    return urls
+
+
+EngineURLs = Annotated[tuple[Annotated[str, AfterValidator(_engine_url)], ...], AfterValidator(_distinct)]
+
+
+class RouterConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    prefill: EngineURLs = ()
+    """URL of a prefill engine. With none, decode engines prefill for themselves."""
+    decode: Annotated[EngineURLs, Field(min_length=1)]
+    """URL of a decode engine."""
+    redis: Annotated[str, AfterValidator(_redis_url)] = "redis://127.0.0.1:6379/0"
+    """Redis or Valkey with the conversation records. A cache: without it turns are answered, but not remembered."""
+    redis_timeout: Seconds = 0.1
+    """Seconds one exchange with Redis may take; beyond, the turn goes on without the record."""
+    conversation_ttl: Seconds = 450.0
+    """Seconds a conversation's record lives; keep it below the engines' decoder_kv_blocks_ttl (480 s)."""
+    prefill_fallback: Literal["fail", "decode"] = "fail"
+    """When no prefill engine can be had: answer 503, or let the decode engine prefill for itself."""
+    affinity_slack: Annotated[int, Field(ge=0)] = 4
+    """A conversation stays on its engines unless they have this many more requests in flight than the idlest."""
+    connect_timeout: Seconds = 2.0
+    """Seconds to connect to an engine."""
+    prefill_timeout: Seconds = 120.0
+    """Seconds for the whole prefill leg, queueing included."""
+    first_byte_timeout: Seconds = 120.0
+    """Seconds until a streamed answer begins, from sending the decode leg."""
+    idle_timeout: Seconds = 60.0
+    """Seconds between two pieces of a streamed answer."""
+    turn_timeout: Seconds = 3600.0
+    """Seconds for the whole turn."""
+    dispatch_deadline: Annotated[float, Field(gt=0, lt=30)] = 25.0
+    """Seconds from the prefill answer to sending the decode leg; later the blocks' lease (30 s) may have ended."""
+    probe_interval: Seconds = 2.0
+    """Seconds between two looks at an engine's /v1/models; an engine that is down is looked at more often at first."""
+    probe_timeout: Seconds = 2.0
+    """Seconds an engine has to list its models."""
+    max_body_bytes: Positive = 64 << 20
+    """Largest request body, after decompression."""
+    drain_delay: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds after SIGTERM in which /ready says 503 but requests are still taken, for load balancers to notice."""
+    drain_timeout: Seconds = 60.0
+    """Seconds running turns get to end after that."""
+    json_file: Path | None = None
+    """Write {"url", "pid"} here once the router listens."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"

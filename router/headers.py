@@ -1,0 +1,67 @@
+"""Which headers cross the router, either way."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+
+# Ours to set on each leg, true only of the client's own exchange with us, or (the rank) an engine's business.
+_NOT_ONWARD: Final = HOP_BY_HOP | {
+    "host",
+    "accept",
+    "accept-encoding",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "expect",
+    "x-backhaul-explain",
+    "x-conversation-id",
+    "x-data-parallel-rank",
+    "x-request-id",
+}
+_NOT_BACK: Final = HOP_BY_HOP | {"content-encoding", "content-length", "date", "server", "x-request-id"}
+
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's id for the request if it can be passed on and logged, else a new one."""
+    given = headers.get("X-Request-Id", "")
+    return given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def onward(headers: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
+    """Headers of a leg. Answers are asked for uncompressed: between neighbours it would cost more than it saves."""
+    leg = _passing(headers, _NOT_ONWARD)
+    leg["Content-Type"] = "application/json"
+    leg["Accept-Encoding"] = "identity"
+    leg["X-Request-Id"] = request_id
+    return leg
+
+
+def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Headers of the decode engine's answer that go to the client; the body is passed on decompressed."""
+    return _passing(headers, _NOT_BACK)
+
+
+def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> CIMultiDict[str]:
+    named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in stopped | named)

@@ -1,0 +1,119 @@
+"""What the router counts. No label takes a value a client can choose: the number of series is bounded by the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from router.pool import Engine, Pool
+
+OUTCOMES: Final = ("ok", "rejected", "failed", "cut", "client_gone")
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        name = "backhaul_router_{}".format
+        self.turns = Counter(
+            name("turns"),
+            "Turns by how they ended: ok; rejected (by us or an engine, 4xx); failed (before the first byte, 5xx); "
+            "cut (after it); client_gone.",
+            ["endpoint", "outcome"],
+            registry=registry,
+        )
+        self.turns_in_flight = Gauge(name("turns_in_flight"), "Turns being served.", registry=registry)
+        self.turn_seconds = Histogram(
+            name("turn_seconds"), "Whole turns.", ["endpoint"], buckets=SECONDS, registry=registry
+        )
+        self.leg_seconds = Histogram(
+            name("leg_seconds"),
+            "One request to an engine: a prefill leg until its answer, a decode leg until its end.",
+            ["leg"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_byte_seconds = Histogram(
+            name("time_to_first_token_seconds"),
+            "From the request to the first piece of a streamed answer, prefill included.",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.plans = Counter(name("plans"), "Plans by reason.", ["reason"], registry=registry)
+        self.leg_failures = Counter(
+            name("leg_failures"),
+            "Requests to engines that failed before anything reached the client.",
+            ["leg", "kind"],
+            registry=registry,
+        )
+        self.retries = Counter(name("retries"), "Turns tried again on other engines.", ["leg"], registry=registry)
+        self.handoff_missing = Counter(
+            name("kv_handoff_missing"),
+            "Prefill answers without usable transfer params: the decode engine prefilled again.",
+            ["endpoint"],
+            registry=registry,
+        )
+        self.releases = Counter(
+            name("kv_releases"),
+            "Blocks given back because no decode engine took them.",
+            ["result"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            name("tokens"),
+            "Tokens of finished turns, as the engines report them.",
+            ["kind"],
+            registry=registry,
+        )
+        self.store_operations = Counter(
+            name("store_operations"),
+            "Redis operations by result: hit, miss, ok; unreadable, timeout, error; skipped while Redis is down.",
+            ["op", "result"],
+            registry=registry,
+        )
+        self.engine_ready = Gauge(
+            name("engine_ready"), "1 if the engine is up and lists its models.", ["role", "engine"], registry=registry
+        )
+        self.engine_in_flight = Gauge(
+            name("engine_in_flight"), "Requests in flight to an engine.", ["role", "engine"], registry=registry
+        )
+
+        for endpoint in endpoints:  # there from the start, at zero: an increase from nothing is not seen by rate()
+            self.handoff_missing.labels(endpoint)
+            for outcome in OUTCOMES:
+                self.turns.labels(endpoint, outcome)
+
+    def follow(self, pool: Pool, turns_in_flight: Callable[[], float]) -> None:
+        """Read states and loads at every scrape."""
+        self.turns_in_flight.set_function(turns_in_flight)
+        for engine in pool.engines:
+            labels = (engine.role, engine.url)
+            self.engine_ready.labels(*labels).set_function(partial(_is_ready, engine))
+            self.engine_in_flight.labels(*labels).set_function(partial(_load, engine))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _is_ready(engine: Engine) -> float:
+    return float(engine.state == "ready")
+
+
+def _load(engine: Engine) -> float:
+    return float(engine.in_flight)

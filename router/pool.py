@@ -1,0 +1,153 @@
+"""The engines: what they serve, whether they are up, and how much of our work they have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import aiohttp
+import orjson
+
+from router.plan import EngineView
+
+Role = Literal["prefill", "decode"]
+State = Literal["unknown", "ready", "down"]
+
+FIRST_RETRY_SECONDS: Final = 0.1
+FAILURES_UNTIL_DOWN: Final = 3  # a busy engine may miss a probe; one that refuses connections is down at once
+
+log = logging.getLogger("router.pool")
+
+
+class Engine:
+    """One engine in one role, for as long as the router runs."""
+
+    def __init__(self, url: str, role: Role) -> None:
+        self.url = url
+        self.role = role
+        self.state: State = "unknown"
+        self.models: Mapping[str, Mapping[str, Any]] = {}
+        """Model cards by name, as last listed."""
+        self.in_flight = 0
+        self.dispatched = 0
+        self.failures = 0
+        self.doubt = asyncio.Event()
+        """Set to have the engine looked at before the next look is due."""
+
+    def view(self) -> EngineView:
+        return EngineView(self.url, self.state == "ready", frozenset(self.models), self.in_flight, self.dispatched)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count one request as in flight, however it ends."""
+        self.in_flight += 1
+        self.dispatched += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def turn_to(self, state: State, why: str) -> None:
+        if state != self.state:
+            level = logging.WARNING if state == "down" else logging.INFO
+            log.log(level, "engine", extra={"engine": self.url, "role": self.role, "state": state, "why": why})
+        self.state = state
+
+
+class Pool:
+    """All engines, each watched by its own task."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        probe_interval: float,
+        probe_timeout: float,
+    ) -> None:
+        self._session = session
+        self._interval = probe_interval
+        self._timeout = aiohttp.ClientTimeout(total=probe_timeout)
+        self.prefill = tuple(Engine(url, "prefill") for url in prefill)
+        self.decode = tuple(Engine(url, "decode") for url in decode)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self.prefill + self.decode
+
+    def is_up(self, role: Role) -> bool:
+        """Whether an engine of this role is ready."""
+        return any(engine.state == "ready" for engine in self.engines if engine.role == role)
+
+    def get(self, role: Role, url: str) -> Engine:
+        return next(engine for engine in (self.prefill if role == "prefill" else self.decode) if engine.url == url)
+
+    def models(self) -> dict[str, Mapping[str, Any]]:
+        """The models that can be decoded, with the smallest `max_model_len` any engine has for them."""
+        cards: dict[str, Mapping[str, Any]] = {}
+        for engine in self.decode:
+            for name, card in engine.models.items():
+                cards.setdefault(name, card)
+        return {name: {**card, **self._shortest(name)} for name, card in cards.items()}
+
+    def unreachable(self, engine: Engine) -> None:
+        """A request could not be delivered: take the engine out, and look again soon."""
+        engine.turn_to("down", "unreachable")
+        engine.doubt.set()
+
+    async def watch(self) -> None:
+        """Keep the states true until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self.engines:
+                tasks.create_task(self._watch(engine), name=f"watch {engine.url}")
+
+    async def _watch(self, engine: Engine) -> None:
+        delay = FIRST_RETRY_SECONDS
+        while True:
+            engine.doubt.clear()
+            await self._look(engine)
+            delay = self._interval if engine.state == "ready" else min(2 * delay, self._interval)
+            try:
+                async with asyncio.timeout(delay):
+                    await engine.doubt.wait()
+                delay = FIRST_RETRY_SECONDS
+            except TimeoutError:
+                pass
+
+    async def _look(self, engine: Engine) -> None:
+        try:
+            async with self._session.get(f"{engine.url}/v1/models", timeout=self._timeout) as answer:
+                if answer.status != 200:
+                    return self._missed(engine, f"status {answer.status} for /v1/models")
+                engine.models = _cards(await answer.read())
+        except aiohttp.ClientConnectorError:
+            engine.turn_to("down", "connection refused")
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._missed(engine, type(error).__name__)
+        else:
+            engine.failures = 0
+            engine.turn_to("ready", "lists " + (", ".join(engine.models) or "no model"))
+        return None
+
+    def _missed(self, engine: Engine, why: str) -> None:
+        engine.failures += 1
+        if engine.state != "ready" or engine.failures >= FAILURES_UNTIL_DOWN:
+            engine.turn_to("down", why)
+
+    def _shortest(self, model: str) -> dict[str, int]:
+        lengths = [engine.models[model].get("max_model_len") for engine in self.engines if model in engine.models]
+        known = [length for length in lengths if isinstance(length, int)]
+        return {"max_model_len": min(known)} if known else {}
+
+
+def _cards(body: bytes) -> dict[str, Mapping[str, Any]]:
+    """The model cards of a `/v1/models` answer. Raises ValueError if it is none."""
+    answer = orjson.loads(body)
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(cards, list) or not all(isinstance(card, dict) and card.get("id") for card in cards):
+        raise ValueError("not a list of models")
+    return {str(card["id"]): card for card in cards}

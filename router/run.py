@@ -1,0 +1,135 @@
+"""One router process: from its settings to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import orjson
+import uvloop
+from aiohttp import web
+
+from router.app import build_app
+from router.config import RouterConfig
+from router.context import ROUTER, Router
+
+CUT_SECONDS: Final = 1.0  # for what did not end while draining
+
+log = logging.getLogger("router")
+
+
+def run_router(config: RouterConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the process's exit code. Logging is the caller's to set up."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))
+
+
+def make_runner(config: RouterConfig) -> web.AppRunner:
+    return web.AppRunner(
+        build_app(config),
+        handler_cancellation=True,  # a client that leaves ends its turn, in whatever phase
+        auto_decompress=False,  # its refusal of an unknown encoding could not be ours
+        access_log=None,
+        shutdown_timeout=CUT_SECONDS,
+    )
+
+
+async def serve(config: RouterConfig) -> int:
+    stop = _Signals()
+    runner = make_runner(config)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
+        if stop.pending:
+            return 0
+        try:
+            await site.start()
+        except OSError as error:
+            print(
+                f"backhaul router: cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
+                "Choose another --port or --host.",
+                file=sys.stderr,
+            )
+            return 1
+        url = _url(config, runner)
+        log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
+        if config.json_file is not None:
+            _write_atomically(config.json_file, orjson.dumps({"url": url, "pid": os.getpid()}))
+        await stop.next()
+        await drain(runner.app[ROUTER], site, config, stop)
+        return 0
+    finally:
+        await runner.cleanup()
+        stop.close()
+
+
+async def drain(router: Router, site: web.TCPSite, config: RouterConfig, stop: _Signals) -> None:
+    """Say that we go, still serve for a while, then let what runs end. A second signal skips the waiting.
+
+    Ctrl-C does not wait for load balancers: there is none.
+    """
+    delay = config.drain_delay if stop.last == signal.SIGTERM else 0.0
+    log.info("draining", extra={"seconds": delay})
+    router.draining = True
+    await _unless(stop.next(), asyncio.sleep(delay))
+    await site.stop()
+    await _unless(stop.next(), asyncio.wait_for(router.turns.end(), config.drain_timeout))
+    if router.turns.count:
+        log.warning("turns cut off: they did not end in time", extra={"turns": router.turns.count})
+
+
+async def _unless(interruption: Awaitable[None], work: Awaitable[None]) -> None:
+    """Wait for the work, or until interrupted; the work is cancelled then."""
+    tasks = [asyncio.ensure_future(interruption), asyncio.ensure_future(work)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, TimeoutError):
+                await task
+
+
+class _Signals:
+    """SIGTERM and SIGINT, one after the other; caught from the start, so that also an early one ends us cleanly."""
+
+    def __init__(self) -> None:
+        self.last: signal.Signals | None = None
+        self._loop = asyncio.get_running_loop()
+        self._seen = asyncio.Semaphore(0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._see, number)
+
+    @property
+    def pending(self) -> bool:
+        return not self._seen.locked()
+
+    async def next(self) -> None:
+        await self._seen.acquire()
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+    def _see(self, number: signal.Signals) -> None:
+        self.last = number
+        self._seen.release()
+
+
+def _url(config: RouterConfig, runner: web.AppRunner) -> str:
+    port = runner.addresses[0][1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.host, config.host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)

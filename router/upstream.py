@@ -1,0 +1,299 @@
+"""The requests the router makes of engines: the two legs of a turn, and giving blocks back.
+
+APIError                an engine refused the request itself (4xx): passed on as it is, nothing is tried again
++-- EngineFault         an engine could not answer, and nothing has reached the client: another engine may
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from io import BytesIO
+from typing import Any, Final, Literal
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from connectors.wire.openai import APIError
+from connectors.wire.transfer import KVTransferParams, WireError
+from router import jsontext
+from router.api.legs import Body, Prefilled
+from router.metrics import Metrics
+from router.pool import Engine, Pool
+
+MAX_ANSWER_BYTES: Final = 256 << 20
+IN_ONE_PIECE_BYTES: Final = 1 << 19
+RELEASE_SECONDS: Final = 1.0
+DRAIN_SECONDS: Final = 0.5
+PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
+
+FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "nonsense"]
+
+log = logging.getLogger("router.upstream")
+
+
+class EngineFault(APIError):
+    def __init__(self, engine: Engine, kind: FaultKind, status: int, message: str, **fields: Any) -> None:
+        fields.setdefault("type", "ServiceUnavailableError" if status == 503 else "InternalServerError")
+        super().__init__(status, message, **fields)
+        self.engine = engine
+        self.kind = kind
+
+    @property
+    def unsent(self) -> bool:
+        """The engine never saw the request; what was meant for it can be given to another."""
+        return self.kind == "unreachable"
+
+
+class Stream:
+    """A decode engine's answer, once its status is known to be good. What breaks while reading it is EngineFault."""
+
+    def __init__(
+        self, upstream: Upstream, engine: Engine, response: aiohttp.ClientResponse, first_byte: float, deadline: float
+    ) -> None:
+        self.headers = response.headers
+        self._engine = engine
+        self._upstream = upstream
+        self._response = response
+        self._first_byte = first_byte
+        self._deadline = deadline
+
+    @property
+    def is_events(self) -> bool:
+        return self._response.content_type == "text/event-stream"
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Only waiting for the engine is timed, not what the caller does in between."""
+        loop = asyncio.get_running_loop()
+        due = self._first_byte
+        while True:
+            with self._upstream.faults(self._engine):
+                async with asyncio.timeout_at(due):
+                    chunk = await self._response.content.readany()
+            if not chunk:
+                return
+            yield chunk
+            due = min(loop.time() + self._upstream.idle_timeout, self._deadline)
+
+    async def whole(self) -> dict[str, Any]:
+        """The body as JSON, for an answer that comes in one piece."""
+        with self._upstream.faults(self._engine):
+            async with asyncio.timeout_at(self._deadline):
+                return _json_object(self._engine, self._response, await _read(self._engine, self._response))
+
+    def refusal(self, error: Mapping[str, Any]) -> APIError:
+        """The error an engine sent as an event, before anything else, as if it had come with a status."""
+        code = error.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        return self._upstream.counted(_refusal(self._engine, status, _known_fields(error)))
+
+    def ended_early(self) -> APIError:
+        """The stream was over before it began."""
+        return self._upstream.counted(_fault(self._engine, "disconnected", 502, "answered nothing"))
+
+
+class Upstream:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        pool: Pool,
+        metrics: Metrics,
+        *,
+        prefill_timeout: float,
+        first_byte_timeout: float,
+        idle_timeout: float,
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._metrics = metrics
+        self._prefill_timeout = prefill_timeout
+        self._first_byte_timeout = first_byte_timeout
+        self.idle_timeout = idle_timeout
+
+    async def prefill(
+        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
+    ) -> Prefilled:
+        """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time."""
+        due = min(asyncio.get_running_loop().time() + self._prefill_timeout, deadline)
+        with self._timed(engine), self.faults(engine):
+            async with asyncio.timeout_at(due), self._post(engine, path, body, headers) as response:
+                answer = _json_object(engine, response, await _read(engine, response))
+        return Prefilled(
+            engine=engine.url,
+            params=_params_for_decode(engine, answer.get("kv_transfer_params")),
+            prompt_token_ids=_prompt_token_ids(answer),
+            answered_at=asyncio.get_running_loop().time(),
+        )
+
+    @asynccontextmanager
+    async def decode(
+        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
+    ) -> AsyncIterator[Stream]:
+        """The decode leg: a good answer, open. Leaving early cuts the connection, which aborts the request there."""
+        # An answer in one piece begins only when it is complete: then the turn's own deadline is the limit.
+        now = asyncio.get_running_loop().time()
+        first_byte = min(now + self._first_byte_timeout, deadline) if body.get("stream") else deadline
+        with self._timed(engine):
+            async with AsyncExitStack() as stack:
+                with self.faults(engine):
+                    async with asyncio.timeout_at(first_byte):
+                        response = await stack.enter_async_context(self._post(engine, path, body, headers))
+                yield Stream(self, engine, response, first_byte, deadline)
+                await _drain(response)
+
+    async def release(self, params: KVTransferParams) -> None:
+        """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
+        url = URL.build(scheme="http", host=params.remote_host or "", port=params.remote_port, path="/kv/release")
+        lease = {"engine_id": params.remote_engine_id, "request_id": params.remote_request_id}
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS), self._session.post(url, json=lease) as response:
+                result = "ok" if response.status == 200 else "refused"
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            result = "failed"
+        self._metrics.releases.labels(result).inc()
+
+    @asynccontextmanager
+    async def _post(
+        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        response = await self._session.post(
+            engine.url + path, data=_payload(body), headers=headers, allow_redirects=False
+        )
+        try:
+            if response.status != 200:
+                raise _refusal(engine, response.status, await _error_fields(engine, response))
+            yield response
+        finally:
+            response.release()  # closes the connection if the answer was not read to its end
+
+    @contextmanager
+    def _timed(self, engine: Engine) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            with engine.request():
+                yield
+        finally:
+            self._metrics.leg_seconds.labels(engine.role).observe(time.monotonic() - started)
+
+    @contextmanager
+    def faults(self, engine: Engine) -> Iterator[None]:
+        """Turn what the network does to an exchange with an engine into EngineFault, counted."""
+        try:
+            yield
+        except EngineFault as fault:
+            raise self.counted(fault) from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self._pool.unreachable(engine)
+            raise self.counted(_fault(engine, "unreachable", 503, "cannot be reached")) from error
+        except TimeoutError as error:
+            raise self.counted(_fault(engine, "timeout", 504, "did not answer in time")) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.counted(_fault(engine, "disconnected", 502, "broke off the connection")) from error
+
+    def counted(self, error: APIError) -> APIError:
+        if isinstance(error, EngineFault):
+            self._metrics.leg_failures.labels(error.engine.role, error.kind).inc()
+        return error
+
+
+def _payload(body: Body) -> bytes | BytesIO:
+    data = orjson.dumps(body)
+    return data if len(data) < IN_ONE_PIECE_BYTES else BytesIO(data)  # sent in pieces, others get their turn between
+
+
+def _fault(engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return EngineFault(engine, kind, status, f"The {engine.role} engine {what}. Try again.", headers=headers)
+
+
+def _refusal(engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
+    """The engine's own error, status and words kept."""
+    message = fields.pop("message", None) or f"The {engine.role} engine answered with status {status}."
+    if status == 503:
+        fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
+    if status >= 500 and status != 501:
+        return EngineFault(engine, "status", status, message, **fields)
+    if status >= 400:
+        return APIError(status, message, **fields)
+    return _fault(engine, "nonsense", 502, f"answered with status {status}, which is no answer")
+
+
+async def _error_fields(engine: Engine, response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """What the body of an error says, in any of the shapes engines use, and the headers that belong to it."""
+    text = await _read(engine, response)
+    fields: dict[str, Any] = {}
+    if response.content_type == "application/json":
+        try:
+            body = jsontext.loads(text)
+        except ValueError:
+            body = None
+        error = body.get("error", body) if isinstance(body, dict) else None
+        fields = _known_fields(error) if isinstance(error, dict) else {"message": error if error else None}
+    fields["headers"] = {name: response.headers[name] for name in PASSED_ERROR_HEADERS if name in response.headers}
+    return fields
+
+
+def _known_fields(error: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        key: value for key in ("message", "type", "param", "code") if isinstance(value := error.get(key), str)
+    }
+    if isinstance(code := error.get("code"), int):
+        fields["code"] = code
+    return fields
+
+
+async def _read(engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise _fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json_object(engine: Engine, response: aiohttp.ClientResponse, text: bytes) -> dict[str, Any]:
+    if response.content_type != "application/json":
+        raise _fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
+    try:
+        body = jsontext.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise _fault(engine, "nonsense", 502, "answered with broken JSON")
+    return body
+
+
+def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:
+    """The prefill engine's transfer params if a decode engine can use them."""
+    if value is None:
+        return None
+    try:
+        return KVTransferParams.parse(value).for_decode()
+    except WireError as error:
+        log.warning("transfer params not usable", extra={"engine": engine.url, "why": str(error)})
+        return None
+
+
+def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    ids = answer.get("prompt_token_ids") or first.get("prompt_token_ids")
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        return None
+    return ids
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read the little after the end of an answer, so that the connection can be used again."""
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while await response.content.readany():
+                pass
+    except (aiohttp.ClientError, TimeoutError):
+        response.close()

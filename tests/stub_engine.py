@@ -1,0 +1,174 @@
+"""An engine that obeys the wire contract without a model: records what it is asked, and plays scripted faults.
+
+Its one answer is "Grüß dich 👋" in six pieces; the prompt has as many tokens as the request has messages or words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDictProxy
+
+from connectors.wire import sse
+
+PIECES = ("Gr", "üß", " dich", " ", "👋", "")
+OUTPUT_IDS = [11, 12, 13, 14, 15, 2]
+PROMPT_IDS = [1, 7, 8, 9]
+TEXT = "".join(PIECES)
+
+Script = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Seen:
+    path: str
+    headers: CIMultiDictProxy[str]
+    body: dict[str, Any]
+
+
+@dataclass
+class StubEngine:
+    role: str
+    model: str = "m"
+    url: str = ""
+    seen: list[Seen] = field(default_factory=list)
+    released: list[dict[str, Any]] = field(default_factory=list)
+    aborted: int = 0
+    """Requests whose connection was closed on us."""
+    scripts: deque[Script] = field(default_factory=deque)
+    """Played once each, for the next requests, before the engine answers by itself again."""
+    kv_layout: str | None = "layout-1"
+    stream_params: bool = True
+    connections: set[Any] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def running(self, port: int = 0) -> AsyncIterator[StubEngine]:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/kv/release", self._release)
+        app.router.add_post("/v1/{tail:.+}", self._serve)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [request.body for request in self.seen]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self.released.append(await request.json())
+        return web.json_response({"released": True})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append(Seen(request.path, request.headers, body))
+        self.connections.add(request.transport)
+        try:
+            if self.scripts:
+                return await self.scripts.popleft()(request, body)
+            if body.get("stream"):
+                return await self.play(request, self.events(body))
+            return web.json_response(self.whole(body))
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+
+    def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The transfer params of the answer: P's blocks for D, or D's blocks for the next turn."""
+        asked = body.get("kv_transfer_params") or {}
+        prefill = bool(asked.get("do_remote_decode"))
+        if not prefill and not asked.get("do_remote_prefill"):
+            return None
+        layout = {"kv_layout": self.kv_layout} if self.kv_layout else {}
+        return {
+            "do_remote_prefill": prefill,
+            "do_remote_decode": not prefill,
+            "remote_block_ids": [[3, 4]],
+            "remote_engine_id": f"{self.role}-engine",
+            "remote_request_id": f"{self.role}-{len(self.seen)}",
+            "remote_host": "127.0.0.1",
+            "remote_port": int(self.url.rsplit(":", 1)[1]),
+            "remote_num_tokens": len(PROMPT_IDS),
+            **layout,
+        }
+
+    def whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        chat = "messages" in body
+        ids = bool(body.get("return_token_ids"))
+        choice: dict[str, Any] = {"finish_reason": "stop", "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+        choice |= {"token_ids": OUTPUT_IDS if ids else None}
+        if not chat:
+            choice["prompt_token_ids"] = PROMPT_IDS if ids else None
+        return {
+            "id": "x-1",
+            "object": "chat.completion" if chat else "text_completion",
+            "model": self.model,
+            "choices": [{"index": i, **choice} for i in range(body.get("n") or 1)],
+            "usage": {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10},
+            "kv_transfer_params": self.params(body),
+            "ec_transfer_params": None,
+            **({"prompt_token_ids": PROMPT_IDS if ids else None} if chat else {}),
+        }
+
+    def events(self, body: dict[str, Any]) -> list[bytes]:
+        chat, ids = "messages" in body, bool(body.get("return_token_ids"))
+        base = {"id": "x-1", "object": "chat.completion.chunk" if chat else "text_completion", "model": self.model}
+        events: list[dict[str, Any]] = []
+        if chat:
+            role = {**base, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+            events.append(role | ({"prompt_token_ids": PROMPT_IDS} if ids else {}))
+        for number, (piece, token) in enumerate(zip(PIECES, OUTPUT_IDS, strict=True)):
+            last = number == len(PIECES) - 1
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
+            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
+            if ids:
+                choice["token_ids"] = [token]
+                if not chat and number == 0:
+                    choice["prompt_token_ids"] = PROMPT_IDS
+            params = {"kv_transfer_params": self.params(body) if last else None} if self.stream_params else {}
+            events.append({**base, "choices": [choice], **params})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            events.append({**base, "choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 6}})
+        return [*(sse.event(event) for event in events), sse.DONE_EVENT]
+
+    async def play(
+        self, request: web.Request, events: list[bytes], *, pause: float = 0.0, cut: bool = False
+    ) -> web.StreamResponse:
+        """Send events one by one. `cut` closes the connection after them, in the middle of the answer."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(pause)
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
+def refuse(status: int, message: str = "no", *, headers: dict[str, str] | None = None) -> Script:
+    async def script(_: web.Request, __: dict[str, Any]) -> web.StreamResponse:
+        error = {"message": message, "type": "TestError", "param": "p", "code": status}
+        return web.json_response({"error": error}, status=status, headers=headers)
+
+    return script
+
+
+def hang_up(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()

