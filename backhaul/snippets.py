@@ -1,0 +1,48 @@
+"""What to paste to try a running stack."""
+
+from __future__ import annotations
+
+import json
+
+
+def announcement(base_url: str, model: str) -> str:
+    return f"""
+Backhaul is ready.
+
+  base URL   {base_url}
+  model      {model}
+
+Try it:
+
+{_indented(curl(base_url, model))}
+
+or in Python, with the openai package:
+
+{_indented(python(base_url, model))}
+
+or in this terminal's neighbour:
+
+    backhaul chat --base-url {base_url}
+
+Ctrl-C stops everything.
+"""
+
+
+def curl(base_url: str, model: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
+    quoted = body.replace("'", "'\\''")
+    return f"curl {base_url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def python(base_url: str, model: str) -> str:
+    return f"""from openai import OpenAI
+
+client = OpenAI(base_url={base_url!r}, api_key="unused")
+answer = client.chat.completions.create(
+    model={model!r}, messages=[{{"role": "user", "content": "Hello!"}}]
+)
+print(answer.choices[0].message.content)"""
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

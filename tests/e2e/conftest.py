@@ -1,0 +1,24 @@
+"""Fixtures shared by the end-to-end tests: one stack and one reference for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.support import Reference, Stack, start_stack, stop_stack
+
+
+@pytest.fixture(scope="session")
+def stack(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    process, stack = start_stack(tmp_path_factory.mktemp("up"), "--model", str(smollm2_path), "--dtype", "float32")
+    yield stack
+    stop_stack(process)
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2_path: Path) -> Reference:
+    torch.set_num_threads(1)
+    return Reference(smollm2_path, torch.float32)

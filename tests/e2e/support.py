@@ -1,0 +1,158 @@
+"""The whole product, started as a user starts it, and the reference its answers are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+START_TIMEOUT = 90.0
+STOP_TIMEOUT = 20.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    url: str
+    role: str
+    pid: int
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample, summed over labels other than those in the key: `name` and `name{label="value"}`."""
+        return read_metrics(f"{self.url}/metrics")
+
+
+@dataclass(frozen=True)
+class Stack:
+    base_url: str
+    model: str
+    router: str
+    router_pid: int
+    engines: tuple[Engine, ...]
+    store: str
+
+    @property
+    def prefill(self) -> Engine:
+        return next(engine for engine in self.engines if engine.role == "prefill")
+
+    @property
+    def decode(self) -> Engine:
+        return next(engine for engine in self.engines if engine.role == "decode")
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    samples: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, value = line.rsplit(" ", 1)
+        samples[name] = float(value)
+        bare = name.split("{", 1)[0]
+        samples[bare] = samples.get(bare, 0.0) + (float(value) if "{" in name else 0.0)
+    return samples
+
+
+def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
+    )
+    with urllib.request.urlopen(request, timeout=100) as answer:
+        return dict(json.load(answer))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def start_stack(folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Stack]:
+    ready = folder / "up.json"
+    with open(folder / "up.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "backhaul", "up", "--port", "0", "--json", str(ready), *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    deadline = time.monotonic() + START_TIMEOUT
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            stop_stack(process)
+            pytest.fail(f"backhaul up did not become ready:\n{(folder / 'up.log').read_text()[-4000:]}")
+        time.sleep(0.05)
+    facts = json.loads(ready.read_text())
+    return process, Stack(
+        base_url=facts["base_url"],
+        model=facts["model"],
+        router=facts["router"]["url"],
+        router_pid=facts["router"]["pid"],
+        engines=tuple(Engine(**engine) for engine in facts["engines"]),
+        store=facts["store"]["url"],
+    )
+
+
+def stop_stack(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0, f"backhaul up ended with {process.returncode}"
+
+
+class Reference:
+    """`transformers` on the same weights: its own GGUF reader, tokenizer, template and model."""
+
+    def __init__(self, gguf: Path, dtype: torch.dtype) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        self.tokenizer = AutoTokenizer.from_pretrained(**where)
+        self.model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
+
+    def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+        """The tokens a cold model answers under greedy decoding, the end-of-sequence token included."""
+        with torch.inference_mode():
+            inputs = torch.tensor([prompt_ids])
+            output = self.model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens if ignore_eos else None,
+                do_sample=False,
+                pad_token_id=self.tokenizer.eos_token_id,
+            )
+        return [int(token) for token in output[0, len(prompt_ids) :]]
+
+    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+WORDS = re.findall(
+    r"\w+",
+    """The harbour was quiet when the last freight train left for the north carrying copper timber and
+    letters that nobody had read Seven sailors counted barrels under a pale lamp while the captain wrote in a
+    narrow book every price he could remember In winter the river froze and children crossed it on their way
+    to school singing about summer and green apples Later a teacher asked them which year had been the coldest""",
+)

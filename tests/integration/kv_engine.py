@@ -1,0 +1,274 @@
+"""The KV side of an engine without the engine: an arena, leases, a NixlTransport and the /kv routes over real HTTP.
+
+Runs in the test's process as the reader, or by `OwnerProcess` in one of its own, where it can be killed and stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+import nixl_cu12._api  # noqa: F401 - here, so that the fork server has it and owners start at once
+
+from connectors.lease import ClaimRefused, Leases
+from connectors.nixl import NixlTransport
+from connectors.transport import LeaseReleased, Peer, Pull, TransferEvent
+
+LAYOUT = "test-layout"
+PATIENCE = 20.0
+
+
+@dataclass
+class Options:
+    """What an engine is and how it misbehaves."""
+
+    num_blocks: int = 64
+    block_bytes: int = 65536
+    seed: int | None = None
+    """Of the arena's content; None leaves it zeroed."""
+    port: int = 0
+    kv_layout: str = LAYOUT
+    claim_seconds: float = 30.0
+    transfer_timeout: float = 10.0
+    handshake_timeout: float = 1.0
+    stop_after_claim: bool = False
+    """SIGSTOP this process as soon as a claim has been answered."""
+    ucx_tls: str | None = None
+
+
+def pattern(seed: int, block_id: int, block_bytes: int) -> np.ndarray[Any, Any]:
+    return ((np.arange(block_bytes) * 7 + block_id * 13 + seed) % 251).astype(np.uint8)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+class KVEngine:
+    def __init__(self, options: Options) -> None:
+        if options.ucx_tls is not None:
+            os.environ["UCX_TLS"] = options.ucx_tls
+        self.options = options
+        self.engine_id = str(uuid.uuid4())
+        self.arena = np.zeros((options.num_blocks, options.block_bytes), np.uint8)
+        if options.seed is not None:
+            for block_id in range(options.num_blocks):
+                self.arena[block_id] = pattern(options.seed, block_id, options.block_bytes)
+        self.leases = Leases(claim_seconds=options.claim_seconds)
+        self.events: SimpleQueue[TransferEvent] = SimpleQueue()
+        self.released: list[str] = []
+        self.num_renewed = 0
+        self.num_claims = 0
+        self.transport = NixlTransport(
+            engine_id=self.engine_id,
+            kv_layout=options.kv_layout,
+            base_address=self.arena.ctypes.data,
+            num_blocks=options.num_blocks,
+            block_bytes=options.block_bytes,
+            emit=self._emit,
+            claims_open=lambda: len(self.leases) > 0,
+            transfer_timeout=options.transfer_timeout,
+            handshake_timeout=options.handshake_timeout,
+        )
+        self.server = ThreadingHTTPServer(("127.0.0.1", options.port), _handler(self))
+        self.server.daemon_threads = True
+        self.peer = Peer(self.engine_id, "127.0.0.1", self.server.server_port)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True, name="http").start()
+
+    def _emit(self, event: TransferEvent) -> None:
+        if isinstance(event, LeaseReleased):
+            self.leases.release(event.request_id)
+            self.released.append(event.request_id)
+        else:
+            self.events.put(event)
+
+    def pull(
+        self, peer: Peer, request_id: str, local: Sequence[int], remote: Sequence[int], layout: str | None = LAYOUT
+    ) -> None:
+        self.transport.pull(Pull(request_id, peer, request_id, tuple(local), tuple(remote), layout))
+
+    def event(self, seconds: float = PATIENCE) -> TransferEvent:
+        try:
+            return self.events.get(timeout=seconds)
+        except Empty:
+            raise AssertionError(f"no event within {seconds} s") from None
+
+    def no_event(self, seconds: float) -> None:
+        try:
+            event = self.events.get(timeout=seconds)
+        except Empty:
+            return
+        raise AssertionError(f"unexpected {event}")
+
+    def holds(self, seed: int, local: Sequence[int], remote: Sequence[int]) -> bool:
+        """Whether local blocks have the content of remote ones of an owner with this seed."""
+        size = self.options.block_bytes
+        return all(
+            bool((self.arena[here] == pattern(seed, there, size)).all())
+            for here, there in zip(local, remote, strict=True)
+        )
+
+    def close(self) -> None:
+        self.transport.close()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def _handler(engine: KVEngine) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        # One segment per answer: Nagle and delayed acknowledgements would cost 40 ms each.
+        wbufsize = -1
+
+        def do_GET(self) -> None:
+            self.answer(200, engine.transport.agent_info())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if body["engine_id"] != engine.engine_id:
+                self.answer(409, {"error": {"message": "restarted", "code": "engine_mismatch"}})
+            elif self.path == "/kv/claim":
+                self.claim(body["request_id"])
+            elif self.path == "/kv/renew":
+                renewed = engine.leases.renew(body["request_ids"])
+                engine.num_renewed += renewed
+                self.answer(200, {"renewed": renewed})
+            elif self.path == "/kv/release":
+                released = engine.leases.cancel(body["request_id"])
+                if released:
+                    engine._emit(LeaseReleased(body["request_id"]))
+                self.answer(200, {"released": released})
+
+        def claim(self, request_id: str) -> None:
+            engine.num_claims += 1
+            claim = engine.leases.claim(request_id)
+            if isinstance(claim, ClaimRefused):
+                self.answer(410, {"error": {"message": claim.reason, "code": "lease_expired"}})
+                return
+            self.answer(200, {"valid_for": claim.valid_for, "block_ids": claim.block_ids})
+            if engine.options.stop_after_claim:
+                self.wfile.flush()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        def answer(self, status: int, body: object) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+@dataclass
+class State:
+    """What an owner has seen so far."""
+
+    released: list[str] = field(default_factory=list)
+    num_claims: int = 0
+    num_renewed: int = 0
+    num_leases: int = 0
+    num_bad_notifications: int = 0
+
+
+class OwnerProcess:
+    """A KVEngine in a process of its own."""
+
+    def __init__(self, options: Options) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._connection, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(options, child), daemon=True)
+        self.process.start()
+        child.close()
+        self._peer: Peer | None = None
+
+    @property
+    def peer(self) -> Peer:
+        if self._peer is None:
+            assert self._connection.poll(60), "the owner did not start"
+            self._peer = self._connection.recv()
+        return self._peer
+
+    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0) -> None:
+        self._ask("hold", request_id, tuple(block_ids), duration)
+
+    def pull(self, peer: Peer, request_id: str, local: Sequence[int], remote: Sequence[int]) -> None:
+        self._ask("pull", peer, request_id, tuple(local), tuple(remote))
+
+    def event(self) -> TransferEvent:
+        return self._ask("event")
+
+    def holds(self, seed: int, local: Sequence[int], remote: Sequence[int]) -> bool:
+        return self._ask("holds", seed, tuple(local), tuple(remote))
+
+    def state(self) -> State:
+        return self._ask("state")
+
+    def set_option(self, name: str, value: object) -> None:
+        self._ask("set_option", name, value)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self._connection.close()
+
+    def _ask(self, *command: object) -> Any:
+        assert self.peer is not None
+        self._connection.send(command)
+        assert self._connection.poll(PATIENCE + 5), f"no answer to {command[0]}"
+        return self._connection.recv()
+
+
+def _serve(options: Options, connection: Connection) -> None:
+    engine = KVEngine(options)
+    connection.send(engine.peer)
+
+    def state() -> State:
+        return State(
+            list(engine.released),
+            engine.num_claims,
+            engine.num_renewed,
+            len(engine.leases),
+            engine.transport.num_bad_notifications,
+        )
+
+    commands: dict[str, Callable[..., object]] = {
+        "hold": engine.leases.hold,
+        "pull": engine.pull,
+        "event": engine.event,
+        "holds": engine.holds,
+        "state": state,
+        "set_option": lambda name, value: setattr(engine.options, name, value),
+    }
+    while True:
+        try:
+            name, *args = connection.recv()
+        except EOFError:
+            return
+        connection.send(commands[name](*args))

@@ -1,0 +1,127 @@
+"""A real router on a real socket, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from connectors.wire import sse
+from router.config import RouterConfig
+from router.context import ROUTER, Router
+from router.run import make_runner
+from tests.stub_engine import StubEngine
+
+NOBODY = "http://127.0.0.1:1"
+"""Nothing listens there."""
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Hi"}
+
+
+async def until(condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Any
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return dict(self.json["error"])
+
+    @property
+    def explain(self) -> dict[str, Any]:
+        return dict(json.loads(self.headers["X-Backhaul-Explain"]))
+
+    @property
+    def events(self) -> list[Any]:
+        data = [event.data for event in sse.SSEParser().feed(self.raw) if event.data is not None]
+        return [text.decode() if text == sse.DONE else json.loads(text) for text in data]
+
+    @property
+    def text(self) -> str:
+        choices = [event["choices"][0] for event in self.events if isinstance(event, dict) and event.get("choices")]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+@dataclass
+class Front:
+    url: str
+    router: Router
+    client: aiohttp.ClientSession
+
+    async def post(self, body: Any, *, path: str = "", headers: dict[str, str] | None = None) -> Answer:
+        """One request, read to its end. A dictionary's endpoint goes by its content."""
+        if not path:
+            path = "/v1/completions" if isinstance(body, dict) and "prompt" in body else "/v1/chat/completions"
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=BytesIO(data), headers=headers) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    async def get(self, path: str) -> Answer:
+        async with self.client.get(self.url + path) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples with these labels."""
+        total = 0.0
+        for line in (await self.get("/metrics")).raw.decode().splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.split("{")[0] == name and all(f'{key}="{text}"' in sample for key, text in labels.items()):
+                total += float(value)
+        return total
+
+    def is_idle(self) -> bool:
+        return not self.router.turns.count and not any(engine.in_flight for engine in self.router.pool.engines)
+
+
+@asynccontextmanager
+async def router_over(
+    prefill: Sequence[StubEngine | str],
+    decode: Sequence[StubEngine | str],
+    redis: str,
+    *,
+    wait: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Front]:
+    """A router over these engines, ready unless `wait` is false. Leaves no turn behind, or fails."""
+
+    def urls(engines: Sequence[StubEngine | str]) -> tuple[str, ...]:
+        return tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
+
+    config = RouterConfig(port=0, prefill=urls(prefill), decode=urls(decode), redis=redis, **settings)
+    runner = make_runner(config)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, timeout=aiohttp.ClientTimeout(total=30)
+        ) as client:
+            front = Front(url, runner.app[ROUTER], client)
+            if wait:
+                known = [engine for engine in front.router.pool.engines if engine.url != NOBODY]
+                await until(lambda: all(engine.state == "ready" for engine in known), "engines are ready")
+            yield front
+            await until(front.is_idle, "no turn and no engine request is left")
+    finally:
+        await runner.cleanup()
