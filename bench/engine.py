@@ -112,7 +112,7 @@ class Theirs:
         for _ in range(DECODE_STEPS):
             ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
             started = time.perf_counter()
-            output = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(ids, cache=cache, use_cache=True, logits_to_keep=1)
             output.logits.argmax(-1)
             times.append(time.perf_counter() - started)
         return statistics.median(times)

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 BUSY_PAUSE = 0.001
 """Seconds between two looks at NIXL while something is under way."""
-IDLE_PAUSE = 0.030
+IDLE_PAUSE = 0.050
+"""The longest pause. With nothing under way there is nothing to miss: peers read here only under a lease."""
+PAUSE_SHARE = 0.01
+"""Between these, the pause is this share of the time that nothing was under way: it grows in some seconds."""
 FORGET_INTERVAL = 60.0
 START_TIMEOUT = 60.0
 CLOSE_SECONDS = 2.0
@@ -191,14 +194,16 @@ class NixlTransport:
             self._end(agent, puller)
 
     def _serve(self, agent: NixlAgent, puller: Puller) -> None:
-        pause, forget_at = IDLE_PAUSE, time.monotonic() + FORGET_INTERVAL
+        idle_since = time.monotonic()
+        forget_at = idle_since + FORGET_INTERVAL
         while not self._closing.is_set():
-            busy = puller.reading or self._claims_open()
-            pause = BUSY_PAUSE if busy else min(2 * pause, IDLE_PAUSE)
-            self._work(agent, puller, pause)
-            if time.monotonic() >= forget_at:
+            now = time.monotonic()
+            if puller.reading or self._claims_open():
+                idle_since = now
+            self._work(agent, puller, min(max(BUSY_PAUSE, PAUSE_SHARE * (now - idle_since)), IDLE_PAUSE))
+            if now >= forget_at:
                 puller.forget_idle()
-                forget_at = time.monotonic() + FORGET_INTERVAL
+                forget_at = now + FORGET_INTERVAL
 
     def _work(self, agent: NixlAgent, puller: Puller, pause: float) -> None:
         """Wait for an action for `pause` seconds; then do what there is to do."""

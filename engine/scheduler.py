@@ -147,10 +147,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step's work, or None if nothing can be computed until something comes in from outside."""
         scheduled: list[ScheduledRequest] = []
-        num_preemptions = self.num_preemptions
         budget = self._schedule_running(scheduled)
-        if self.num_preemptions == num_preemptions:
-            self._admit(scheduled, budget)
+        self._admit(scheduled, budget)
         self.connector.build_connector_meta()
         return Batch(scheduled) if scheduled else None
 
@@ -275,8 +273,6 @@ class Scheduler:
 
     def _match(self, request: Request) -> list[int]:
         """Cached blocks of the request's tokens, but for the last one: it is computed for its logits."""
-        if not self.enable_prefix_caching:
-            return []
         return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // request.block_size])
 
     def _name_blocks(self, request: Request, start: int) -> None:

@@ -49,7 +49,6 @@ class Store:
             protocol=2,
         )
         self._redis = Redis(connection_pool=self._pool)
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def claim(self, key: str | None) -> Record | None:
         """Take the record out of the store; None if there is none, or none to be had."""
@@ -78,24 +77,16 @@ class Store:
         return ok
 
     async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._timeout)
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._redis.aclose()
                 await self._pool.disconnect()
 
-    async def _run(self, op: str, command: Callable[[], Any]) -> tuple[Any, bool]:
+    async def _run(self, op: str, command: Callable[[], Awaitable[Any]]) -> tuple[Any, bool]:
+        """The command's result and True, or None and False; the fault is counted."""
         if time.monotonic() < self._paused_until:
             self._metrics.store_operations.labels(op, "skipped").inc()
             return None, False
-        # A task of its own: a client that leaves cancels the turn, not a command half way through its connection.
-        task = asyncio.create_task(self._bounded(op, command))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _bounded(self, op: str, command: Callable[[], Awaitable[Any]]) -> tuple[Any, bool]:
         try:
             async with asyncio.timeout(self._timeout):
                 result = await command()

@@ -107,6 +107,7 @@ async def router_over(
     def urls(engines: Sequence[StubEngine | str]) -> tuple[str, ...]:
         return tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
 
+    settings.setdefault("redis_timeout", 2.0)  # the machine that runs the tests may be busy
     config = RouterConfig(port=0, prefill=urls(prefill), decode=urls(decode), redis=redis, **settings)
     runner = make_runner(config)
     await runner.setup()

@@ -5,14 +5,15 @@ Runs in the test's process as the reader, or by `OwnerProcess` in one of its own
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
-import signal
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
+import psutil
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
@@ -46,8 +48,6 @@ class Options:
     claim_seconds: float = 30.0
     transfer_timeout: float = 10.0
     handshake_timeout: float = 1.0
-    stop_after_claim: bool = False
-    """SIGSTOP this process as soon as a claim has been answered."""
     ucx_tls: str | None = None
 
 
@@ -164,9 +164,6 @@ def _handler(engine: KVEngine) -> type[BaseHTTPRequestHandler]:
                 self.answer(410, {"error": {"message": claim.reason, "code": "lease_expired"}})
                 return
             self.answer(200, {"valid_for": claim.valid_for, "block_ids": claim.block_ids})
-            if engine.options.stop_after_claim:
-                self.wfile.flush()
-                os.kill(os.getpid(), signal.SIGSTOP)
 
         def answer(self, status: int, body: object) -> None:
             data = json.dumps(body).encode()
@@ -193,7 +190,7 @@ class State:
 
 
 class OwnerProcess:
-    """A KVEngine in a process of its own."""
+    """A KVEngine in a process of its own; leaving the `with` block kills it."""
 
     def __init__(self, options: Options) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -218,20 +215,30 @@ class OwnerProcess:
         self._ask("pull", peer, request_id, tuple(local), tuple(remote))
 
     def event(self) -> TransferEvent:
-        return self._ask("event")
+        event: TransferEvent = self._ask("event")
+        return event
 
     def holds(self, seed: int, local: Sequence[int], remote: Sequence[int]) -> bool:
-        return self._ask("holds", seed, tuple(local), tuple(remote))
+        return bool(self._ask("holds", seed, tuple(local), tuple(remote)))
 
     def state(self) -> State:
-        return self._ask("state")
+        state: State = self._ask("state")
+        return state
 
-    def set_option(self, name: str, value: object) -> None:
-        self._ask("set_option", name, value)
+    def __enter__(self) -> OwnerProcess:
+        return self
 
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+    def __exit__(self, *args: object) -> None:
+        self.kill()
+
+    def stop(self) -> None:
+        """Returns once the process hangs."""
+        process = psutil.Process(self.process.pid)
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+
+    def resume(self) -> None:
+        psutil.Process(self.process.pid).resume()
 
     def kill(self) -> None:
         self.process.kill()
@@ -243,6 +250,56 @@ class OwnerProcess:
         self._connection.send(command)
         assert self._connection.poll(PATIENCE + 5), f"no answer to {command[0]}"
         return self._connection.recv()
+
+
+class ClaimGate:
+    """Stands before an owner's HTTP server and, while `closing`, stops the owner's process between its answer to a
+    claim and the reader's receipt of it: the read then meets an owner that hangs."""
+
+    def __init__(self, owner: OwnerProcess) -> None:
+        self._owner = owner
+        self.closing = True
+        self._claimed = False
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.peer = Peer(owner.peer.engine_id, "127.0.0.1", self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> ClaimGate:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                reader = self._server.accept()[0]
+            except OSError:
+                return
+            owner = socket.create_connection((self._owner.peer.host, self._owner.peer.port))
+            threading.Thread(target=self._requests, args=(reader, owner), daemon=True).start()
+            threading.Thread(target=self._answers, args=(owner, reader), daemon=True).start()
+
+    def _requests(self, reader: socket.socket, owner: socket.socket) -> None:
+        for data in _pieces(reader):
+            self._claimed = self._claimed or b"POST /kv/claim" in data
+            owner.sendall(data)
+        owner.close()
+
+    def _answers(self, owner: socket.socket, reader: socket.socket) -> None:
+        for data in _pieces(owner):
+            if self._claimed and self.closing:
+                self._owner.stop()
+            self._claimed = False
+            reader.sendall(data)
+        reader.close()
+
+
+def _pieces(connection: socket.socket) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):
+        while data := connection.recv(65536):
+            yield data
 
 
 def _serve(options: Options, connection: Connection) -> None:
@@ -264,7 +321,6 @@ def _serve(options: Options, connection: Connection) -> None:
         "event": engine.event,
         "holds": engine.holds,
         "state": state,
-        "set_option": lambda name, value: setattr(engine.options, name, value),
     }
     while True:
         try:

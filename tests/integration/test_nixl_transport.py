@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import threading
 import time
@@ -15,9 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
+from connectors import nixl
 from connectors.nixl import NixlTransport, TransportError
 from connectors.transport import Peer, PullDone, PullFailed, PullStalled
-from tests.integration.kv_engine import LAYOUT, KVEngine, Options, OwnerProcess, wait_until
+from tests.integration.kv_engine import LAYOUT, ClaimGate, KVEngine, Options, OwnerProcess, wait_until
 
 SEED = 5
 TRANSPORTS = pytest.mark.parametrize("tls", [None, "tcp,self"], ids=["default", "tcp"])
@@ -269,101 +269,101 @@ def test_owner_killed_before_the_pull_and_restarted_on_the_same_port(reader: KVE
 def test_owner_that_hangs_in_a_read_stalls_only_its_own_pulls(
     owners: dict[str | None, OwnerProcess], tls: str | None
 ) -> None:
-    healthy = owners[tls]
-    hung = OwnerProcess(Options(seed=9, ucx_tls=tls, num_blocks=64))
-    reader = KVEngine(Options(ucx_tls=tls, transfer_timeout=1.0))
+    healthy, name = owners[tls], f"beside-hung-{tls}"
     low, high = list(range(32)), list(range(32, 64))
-    try:
-        with closing(reader):
-            hung.hold("warm", [0])
-            reader.pull(hung.peer, "warm", [0], [0])
-            done(reader.event())
-            hung.hold("hangs", low)
-            hung.set_option("stop_after_claim", True)
-            started = time.monotonic()
-            reader.pull(hung.peer, "hangs", low, low)
-            name = f"beside-hung-{tls}"
-            healthy.hold(name, high)
-            reader.pull(healthy.peer, name, high, high)
-            assert done(reader.event()).request_id == name
-            stalled = reader.event()
-            assert isinstance(stalled, PullStalled), stalled
-            assert 0.9 < time.monotonic() - started < 2.0
-            # As long as the owner may go on, the blocks are not given back; meanwhile it is left alone.
-            reader.pull(hung.peer, "in-back-off", high, high)
-            failed(reader.event(), "timeout")
-            reader.no_event(0.3)
-            assert reader.transport.num_pulls == 1
+    with (
+        OwnerProcess(Options(seed=9, ucx_tls=tls)) as hung,
+        ClaimGate(hung) as gate,
+        closing(KVEngine(Options(ucx_tls=tls, transfer_timeout=1.0))) as reader,
+    ):
+        hung.hold("hangs", low)
+        reader.pull(gate.peer, "hangs", low, low)
+        wait_until(lambda: reader.transport.num_pulls == 1)
+        healthy.hold(name, high)
+        reader.pull(healthy.peer, name, high, high)
+        assert done(reader.event()).request_id == name
+        stalled = reader.event()
+        assert isinstance(stalled, PullStalled), stalled
+        # As long as the owner may go on, the blocks are not given back; meanwhile it is left alone.
+        reader.pull(gate.peer, "in-back-off", high, high)
+        failed(reader.event(), "timeout")
+        reader.no_event(0.3)
+        assert reader.transport.num_pulls == 1
 
-            hung.signal(signal.SIGCONT)
-            failed(reader.event(), "timeout")
-            reader.arena[low] = 0
-            reader.no_event(0.3)
-            assert not reader.arena[low].any(), "written to after PullFailed"
-            assert hung.process.is_alive()
+        gate.closing = False
+        hung.resume()
+        failed(reader.event(), "timeout")
+        reader.arena[low] = 0
+        reader.no_event(0.3)
+        assert not reader.arena[low].any(), "written to after PullFailed"
+        assert hung.process.is_alive()
 
-            hung.set_option("stop_after_claim", False)
-            wait_until(lambda: "hangs" in hung.state().released)
-            hung.hold("again", low)
+        wait_until(lambda: "hangs" in hung.state().released)
+        hung.hold("again", low)
 
-            def pulled_again() -> bool:
-                reader.pull(hung.peer, "again", low, low)
-                return isinstance(reader.event(), PullDone)
+        def pulled_again() -> bool:
+            reader.pull(gate.peer, "again", low, low)
+            return isinstance(reader.event(), PullDone)
 
-            wait_until(pulled_again)
-            assert reader.holds(9, low, low)
-    finally:
-        hung.kill()
+        wait_until(pulled_again)
+        assert reader.holds(9, low, low)
+
+
+def test_a_hang_is_noticed_at_the_deadline() -> None:
+    with (
+        OwnerProcess(Options()) as hung,
+        ClaimGate(hung) as gate,
+        closing(KVEngine(Options(transfer_timeout=1.0))) as reader,
+    ):
+        hung.hold("hangs", [0])
+        started = time.monotonic()
+        reader.pull(gate.peer, "hangs", [0], [0])
+        assert isinstance(reader.event(), PullStalled)
+        assert 0.95 < time.monotonic() - started < 2.0
 
 
 @TRANSPORTS
 def test_owner_killed_in_a_read(owners: dict[str | None, OwnerProcess], tls: str | None) -> None:
-    owner = OwnerProcess(Options(seed=9, ucx_tls=tls, stop_after_claim=True))
-    reader = KVEngine(Options(ucx_tls=tls))
-    try:
-        with closing(reader):
-            blocks = list(range(64))
-            owner.hold("dies", blocks)
-            reader.pull(owner.peer, "dies", blocks, blocks)
-            wait_until(lambda: psutil.Process(owner.process.pid).status() == psutil.STATUS_STOPPED)
-            reader.no_event(0.2)
-            killed = time.monotonic()
-            owner.kill()
-            failed(reader.event(), "disconnected")
-            assert time.monotonic() - killed < 2.0
-            reader.pull(owner.peer, "dead", [0], [0])
-            failed(reader.event(), "disconnected")
-
-            name = f"survivor-{tls}"
-            owners[tls].hold(name, [1])
-            reader.pull(owners[tls].peer, name, [1], [1])
-            done(reader.event())
-            assert reader.holds(SEED, [1], [1])
-    finally:
+    blocks, name = list(range(64)), f"survivor-{tls}"
+    with (
+        OwnerProcess(Options(seed=9, ucx_tls=tls)) as owner,
+        ClaimGate(owner) as gate,
+        closing(KVEngine(Options(ucx_tls=tls))) as reader,
+    ):
+        owner.hold("dies", blocks)
+        reader.pull(gate.peer, "dies", blocks, blocks)
+        reader.no_event(0.5)
+        killed = time.monotonic()
         owner.kill()
+        failed(reader.event(), "disconnected")
+        assert time.monotonic() - killed < 2.0
+        reader.pull(gate.peer, "dead", [0], [0])
+        failed(reader.event(), "disconnected")
+
+        owners[tls].hold(name, [1])
+        reader.pull(owners[tls].peer, name, [1], [1])
+        done(reader.event())
+        assert reader.holds(SEED, [1], [1])
 
 
 @TRANSPORTS
 def test_close_with_a_hung_read_is_quick_and_final(tls: str | None) -> None:
-    owner = OwnerProcess(Options(seed=9, ucx_tls=tls, stop_after_claim=True))
-    reader = KVEngine(Options(ucx_tls=tls))
-    try:
-        blocks = list(range(64))
+    blocks = list(range(64))
+    with OwnerProcess(Options(seed=9, ucx_tls=tls)) as owner, ClaimGate(owner) as gate:
+        reader = KVEngine(Options(ucx_tls=tls))
         owner.hold("hangs", blocks)
-        reader.pull(owner.peer, "hangs", blocks, blocks)
-        wait_until(lambda: psutil.Process(owner.process.pid).status() == psutil.STATUS_STOPPED)
+        reader.pull(gate.peer, "hangs", blocks, blocks)
+        reader.no_event(0.5)
         started = time.monotonic()
         reader.close()
         assert time.monotonic() - started < 4.0
         assert isinstance(reader.event(1.0), PullFailed)
         reader.arena[:] = 0
-        owner.signal(signal.SIGCONT)
+        owner.resume()
         reader.no_event(0.3)
         assert not reader.arena.any(), "written to after close"
-        reader.pull(owner.peer, "after-close", [0], [0])
+        reader.pull(gate.peer, "after-close", [0], [0])
         failed(reader.event(1.0), "transfer")
-    finally:
-        owner.kill()
 
 
 def test_close_ends_what_is_queued_and_sends_releases(owner: OwnerProcess) -> None:
@@ -438,7 +438,9 @@ def test_threads_and_descriptors_are_gone_after_close(owner: OwnerProcess) -> No
     wait_until(lambda: process.num_fds() <= before)
 
 
-def test_idle_transport_costs_next_to_nothing(reader: KVEngine) -> None:
+def test_idle_transport_costs_next_to_nothing(reader: KVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "PAUSE_SHARE", 100.0)  # idle at once, not in five seconds
+
     def transfer_seconds() -> float:
         thread = next(t for t in threading.enumerate() if t.name == "transfer")
         with open(f"/proc/self/task/{thread.native_id}/schedstat") as stat:

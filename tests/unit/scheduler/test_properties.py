@@ -7,6 +7,7 @@ that is not the request's own, and at the end every answer is that of a lone col
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from hypothesis import HealthCheck, Phase, settings
@@ -28,8 +29,8 @@ PROMPTS = st.builds(
     st.integers(1, 24),
     st.lists(st.integers(2, 5), max_size=3),
 )
-SECONDS = st.sampled_from([0.0, 0.3, 1.0, CLAIM_SECONDS - 0.1, CLAIM_SECONDS, LEASE_SECONDS + 1])
-FAULTS = st.builds(
+SECONDS = st.sampled_from([0.0, 0.0, 0.3, 0.3, 1.0, CLAIM_SECONDS - 0.1, CLAIM_SECONDS, LEASE_SECONDS + 1])
+FAULTS = st.just(Fault()) | st.builds(
     Fault,
     before_claim=SECONDS,
     before_read=SECONDS,
@@ -95,12 +96,28 @@ class Handoffs(RuleBasedStateMachine):
         sampling = {"max_tokens": max_tokens, "ignore_eos": True, "stop_token_ids": frozenset()}
         self.legs.append(self.submit(self.p, prompt, sampling, params=KVTransferParams.for_prefill()))
 
+    @rule(prompt=PROMPTS, sampling=SAMPLING, strip=st.booleans())
+    def turn(self, prompt: list[int], sampling: dict[str, object], strip: bool) -> None:
+        """Both legs of a turn, the second as soon as the first has been answered, if that is soon."""
+        self.prefill_leg(prompt, 1)
+        leg = self.legs[-1]
+        for _ in range(8):
+            if leg.request_id in self.p.finals:
+                self.legs.remove(leg)
+                self.hand_over(leg, sampling, strip=strip)
+                return
+            self.p.step()
+
     @precondition(lambda self: any(leg.request_id in self.p.finals for leg in self.legs))
     @rule(data=st.data(), sampling=SAMPLING, suffix=st.lists(st.integers(2, 9), max_size=2), strip=st.booleans())
     def decode_leg(self, data: st.DataObject, sampling: dict[str, object], suffix: list[int], strip: bool) -> None:
+        """A decode leg that may come late, for an edited prompt, or twice."""
         leg = data.draw(st.sampled_from([leg for leg in self.legs if leg.request_id in self.p.finals]))
         if data.draw(st.integers(0, 5)):
-            self.legs.remove(leg)  # else a second leg may use the same params
+            self.legs.remove(leg)
+        self.hand_over(leg, sampling, suffix, strip=strip)
+
+    def hand_over(self, leg: Request, sampling: dict[str, object], suffix: Sequence[int] = (), *, strip: bool) -> None:
         params = self.p.final(leg).kv_transfer_params
         prompt = leg.prompt_token_ids
         if params is not None and params.remote_block_ids != [[]]:
@@ -121,10 +138,11 @@ class Handoffs(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.network.advance(seconds)
 
-    @rule(at_decode=st.booleans(), steps=st.integers(1, 6))
+    @rule(at_decode=st.booleans(), steps=st.integers(1, 8))
     def steps(self, at_decode: bool, steps: int) -> None:
         for _ in range(steps):
             (self.d if at_decode else self.p).step()
+            self.network.advance()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_output_tokens=st.none() | st.integers(0, 8), during_step=st.booleans())
@@ -145,11 +163,11 @@ class Handoffs(RuleBasedStateMachine):
             return
         self.network.drop_messages = False
         for _ in range(5_000):
-            busy = [engine.step() for engine in (self.p, self.d)]
-            if not any(busy):
-                if not self.unfinished():
-                    break
-                self.network.advance(0.5)
+            stepped = [self.p.step(), self.d.step()]
+            busy = any(stepped)
+            if not busy and not self.unfinished():
+                break
+            self.network.advance(0.0 if busy else 0.5)
         assert not self.unfinished(), "stuck"
         # Late messages, and the leases that nobody read.
         for _ in range(60):
@@ -193,7 +211,7 @@ class Handoffs(RuleBasedStateMachine):
 
 
 Handoffs.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
