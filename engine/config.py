@@ -73,7 +73,7 @@ class EngineConfig(_Settings):
     max_body_bytes: Positive = 64 << 20
     """Largest request body, after decompression."""
     kv_cache_memory_bytes: Positive | None = None
-    """Size of the KV arena; default: room for 8 sequences of max_model_len, at most a quarter of free memory."""
+    """Size of the KV arena; default: room for 2 sequences of max_model_len, at most a quarter of free memory."""
     num_gpu_blocks_override: Positive | None = None
     """Number of KV blocks, instead of kv_cache_memory_bytes (the name is vLLM's; it counts on CPU too)."""
     enable_prefix_caching: bool = True

@@ -14,7 +14,7 @@ from engine.kv_cache import KVLayout
 from engine.model.config import ModelConfig
 from engine.model.layers import computes_bfloat16
 
-DEFAULT_SEQUENCES = 8
+DEFAULT_SEQUENCES = 2
 """Sequences of full length the default arena has room for."""
 DEFAULT_SHARE = 4
 """The default arena takes at most one part in this many of the free memory."""

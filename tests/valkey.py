@@ -48,7 +48,7 @@ def valkey(folder: Path, port: int | None = None) -> Iterator[Valkey]:
         [
             str(server_binary()),
             *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
-            *("--dir", str(folder), "--enable-debug-command", "yes"),
+            *("--dir", str(folder)),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

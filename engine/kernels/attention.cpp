@@ -20,7 +20,7 @@ namespace {
 
 constexpr int PART = 256;  // tokens of context per task: a long context is shared out over the threads
 constexpr int TILE = 64;   // tokens whose scores are kept at a time
-constexpr int GROUP = 4;   // query heads handled together; each key and value is loaded once for all of them
+constexpr int GROUP = 3;   // query heads handled together, each key and value being loaded once for all of them
 
 struct Strides {
     int64_t head, value, layer, block;
@@ -78,23 +78,78 @@ struct Partial {
     Partial(float* at, int64_t row, int64_t dim) : max(at + row * (dim + 2)), denominator(max + 1), values(max + 2) {}
 };
 
-// Add `count` tokens to the partials of N query heads that share a key head.
+// Scores of N heads for four keys: twelve sums at most, so that they stay in registers. scores: rows of TILE.
 template <int N, typename C>
-void attend(const float* q, const C* keys, const C* values, int count, int64_t dim, float* partials) {
-    float scores[N][TILE];
-    for (int t = 0; t < count; t++) {
-        vec sums[N] = {};
-        for (int64_t d = 0; d < dim; d += LANES) {
+void score_four(const float* q, const C* keys, int64_t dim, float* scores) {
+    vec dots[N][4] = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vec queries[N];
+        for (int g = 0; g < N; g++) queries[g] = load(q + g * dim + d);
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) {
             const vec k = load(keys + t * dim + d);
-            for (int g = 0; g < N; g++) sums[g] += load(q + g * dim + d) * k;
+            for (int g = 0; g < N; g++) dots[g][t] += queries[g] * k;
         }
-        for (int g = 0; g < N; g++) scores[g][t] = sum(sums[g]);
     }
+    for (int g = 0; g < N; g++) {
+        const quad four = sums(dots[g][0], dots[g][1], dots[g][2], dots[g][3]);
+        std::memcpy(scores + g * TILE, &four, sizeof(four));
+    }
+}
+
+// Add the weighted values of `count` tokens to PIECES vectors of N heads.
+template <int N, int PIECES, typename C>
+void add_values(const C* values, int count, int64_t dim, const float (*weights)[TILE], const float* kept, float* partials,
+                int64_t d) {
+    vec totals[N][PIECES];
+    for (int g = 0; g < N; g++)
+        for (int i = 0; i < PIECES; i++) totals[g][i] = load(Partial(partials, g, dim).values + d + i * LANES) * kept[g];
+    for (int t = 0; t < count; t++) {
+        vec v[PIECES];
+        for (int i = 0; i < PIECES; i++) v[i] = load(values + t * dim + d + i * LANES);
+        for (int g = 0; g < N; g++)
+            for (int i = 0; i < PIECES; i++) totals[g][i] += weights[g][t] * v[i];
+    }
+    for (int g = 0; g < N; g++)
+        for (int i = 0; i < PIECES; i++) store(Partial(partials, g, dim).values + d + i * LANES, totals[g][i]);
+}
+
+// The keys of one tile and its values; `next_keys` and `next_values` are fetched meanwhile. Blocks lie far apart, so the
+// processor does not guess the next one by itself.
+template <typename C>
+struct Tile {
+    const C *keys, *values, *next_keys, *next_values;
+    int count;
+};
+
+template <typename C>
+void prefetch(const C* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Add a tile's tokens to the partials of N query heads that share a key head.
+template <int N, typename C>
+void attend(const float* q, const Tile<C>& tile, int64_t dim, float* partials) {
+    const C *keys = tile.keys, *values = tile.values;
+    const int count = tile.count;
+    alignas(64) float scores[N][TILE];
+    int done = 0;
+    for (; done + 4 <= count; done += 4) {
+        prefetch(tile.next_keys + done * dim, 4 * dim);
+        prefetch(tile.next_values + done * dim, 4 * dim);
+        score_four<N>(q, keys + done * dim, dim, &scores[0][done]);
+    }
+    for (; done < count; done++)
+        for (int g = 0; g < N; g++) {
+            vec dot{};
+            for (int64_t d = 0; d < dim; d += LANES) dot += load(q + g * dim + d) * load(keys + done * dim + d);
+            scores[g][done] = sum(dot);
+        }
     float kept[N];  // factor on what was added before, under the old maximum
     for (int g = 0; g < N; g++) {
         const Partial partial(partials, g, dim);
         const float top = std::max(*partial.max, *std::max_element(scores[g], scores[g] + count));
-        for (int t = count; t < TILE && t % LANES; t++) scores[g][t] = -INFINITY;
+        for (int t = count; t % LANES; t++) scores[g][t] = -INFINITY;
         vec total{};
         for (int t = 0; t < count; t += LANES) {
             const vec weight = exp(load(scores[g] + t) - top);
@@ -105,24 +160,17 @@ void attend(const float* q, const C* keys, const C* values, int count, int64_t d
         *partial.max = top;
         *partial.denominator = *partial.denominator * kept[g] + sum(total);
     }
-    for (int64_t d = 0; d < dim; d += LANES) {
-        vec sums[N];
-        for (int g = 0; g < N; g++) sums[g] = load(Partial(partials, g, dim).values + d) * kept[g];
-        for (int t = 0; t < count; t++) {
-            const vec v = load(values + t * dim + d);
-            for (int g = 0; g < N; g++) sums[g] += scores[g][t] * v;
-        }
-        for (int g = 0; g < N; g++) store(Partial(partials, g, dim).values + d, sums[g]);
-    }
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<N, 4>(values, count, dim, scores, kept, partials, d);
+    for (; d < dim; d += LANES) add_values<N, 1>(values, count, dim, scores, kept, partials, d);
 }
 
 template <typename C>
-void attend_group(int n, const float* q, const C* keys, const C* values, int count, int64_t dim, float* partials) {
+void attend_group(int n, const float* q, const Tile<C>& tile, int64_t dim, float* partials) {
     switch (n) {
-        case 1: return attend<1>(q, keys, values, count, dim, partials);
-        case 2: return attend<2>(q, keys, values, count, dim, partials);
-        case 3: return attend<3>(q, keys, values, count, dim, partials);
-        default: return attend<GROUP>(q, keys, values, count, dim, partials);
+        case 1: return attend<1>(q, tile, dim, partials);
+        case 2: return attend<2>(q, tile, dim, partials);
+        default: return attend<GROUP>(q, tile, dim, partials);
     }
 }
 
@@ -171,14 +219,20 @@ void decode(const Cache& cache, int64_t layer, const A* qkv, int64_t sequences, 
                     *partial.max = -INFINITY;
                     std::fill(partial.denominator, partial.values + dim, 0.0f);
                 }
+                const int32_t* blocks = table + task.sequence * table_width;
+                auto keys_at = [&](int64_t t) {
+                    return (const C*)cache.arena + blocks[t / size] * strides.block + layer * strides.layer +
+                           h * strides.head + t % size * dim;
+                };
                 for (int64_t t = task.start; t < task.stop;) {
-                    const int64_t offset = t % size;
-                    const int count = int(std::min<int64_t>({size - offset, task.stop - t, TILE}));
-                    const C* keys = (const C*)cache.arena + table[task.sequence * table_width + t / size] * strides.block +
-                                    layer * strides.layer + h * strides.head + offset * dim;
-                    for (int64_t g = 0; g < group; g += GROUP)
-                        attend_group(int(std::min<int64_t>(GROUP, group - g)), q + g * dim, keys, keys + strides.value,
-                                     count, dim, mine + g * row);
+                    const int count = int(std::min<int64_t>({size - t % size, task.stop - t, TILE}));
+                    const C *keys = keys_at(t), *next = t + count < task.stop ? keys_at(t + count) : keys;
+                    const Tile<C> tile{keys, keys + strides.value, next, next + strides.value, count};
+                    for (int64_t g = 0, pieces = (group + GROUP - 1) / GROUP; pieces > 0; pieces--) {
+                        const int64_t n = (group - g + pieces - 1) / pieces;  // 4 heads are 2 + 2, not 3 + 1
+                        attend_group(int(n), q + g * dim, tile, dim, mine + g * row);
+                        g += n;
+                    }
                     t += count;
                 }
             }

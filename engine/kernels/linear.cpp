@@ -82,7 +82,7 @@ void linear(const float* x, int64_t rows, int64_t features, const W* packed, con
         for (int64_t chunk = 0; chunk < tiles.count; chunk += tiles_per_chunk) {
             const int64_t end = std::min(chunk + tiles_per_chunk, tiles.count);
             const int64_t first = tiles.start(chunk);
-#pragma omp for nowait
+#pragma omp for nowait schedule(dynamic)
             for (int64_t panel = 0; panel < panels; panel++) {
                 const W* b = packed + panel * features * WIDTH;
                 std::fill(acc, acc + (tiles.start(end) - first) * WIDTH, 0.0f);

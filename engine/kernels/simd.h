@@ -14,6 +14,8 @@ typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t hvec __attribute__((vector_size(LANES * 2)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t iquad __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
@@ -61,15 +63,31 @@ inline void narrow(float x, bf16* p) {
     p->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (iquad){__VA_ARGS__})
+#endif
+
+inline quad quarter(vec v) {
+    quad parts[LANES / 4];
+    std::memcpy(parts, &v, sizeof(v));
+    quad total = parts[0] + parts[1];
+    for (int i = 2; i < LANES / 4; i++) total += parts[i];
+    return total;
+}
+
+// {sum(a), sum(b), sum(c), sum(d)}
+inline quad sums(vec a, vec b, vec c, vec d) {
+    const quad p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+    const quad pq = SHUFFLE(p, q, 0, 4, 1, 5) + SHUFFLE(p, q, 2, 6, 3, 7);
+    const quad rs = SHUFFLE(r, s, 0, 4, 1, 5) + SHUFFLE(r, s, 2, 6, 3, 7);
+    return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
+}
+
 inline float sum(vec v) {
-    float lanes[LANES];
-    for (int width = LANES / 2; width > 0; width /= 2) {
-        store(lanes, v);
-        vec other{};
-        for (int i = 0; i < width; i++) other[i] = lanes[i + width];
-        v += other;
-    }
-    return v[0];
+    const quad q = quarter(v);
+    return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
 // e^x to about 2 ulp. What underflows is 0, what overflows inf, and NaN stays NaN: it must show in the end result.

@@ -117,29 +117,43 @@ def stop_stack(process: subprocess.Popen[bytes]) -> None:
 
 
 class Reference:
-    """`transformers` on the same weights: its own GGUF reader, tokenizer, template and model."""
+    """`transformers` on the same weights; the GGUF file is read by the `gguf` library, not by the engine's reader."""
 
     def __init__(self, gguf: Path, dtype: torch.dtype) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        self.tokenizer = AutoTokenizer.from_pretrained(**where)
-        self.model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        config = LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=64,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            vocab_size=49152,
+            tie_word_embeddings=True,
+        )
+        model = LlamaForCausalLM(config)
+        missing = model.load_state_dict(read_weights(gguf), strict=False)
+        assert missing.unexpected_keys == []
+        assert missing.missing_keys in ([], ["lm_head.weight"])
+        self.model = model.to(dtype).eval()
 
+    @torch.inference_mode()
     def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
         """The tokens a cold model answers under greedy decoding, the end-of-sequence token included."""
-        with torch.inference_mode():
-            inputs = torch.tensor([prompt_ids])
-            output = self.model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens if ignore_eos else None,
-                do_sample=False,
-                pad_token_id=self.tokenizer.eos_token_id,
-            )
-        return [int(token) for token in output[0, len(prompt_ids) :]]
+        stop = [] if ignore_eos else [self.tokenizer.convert_tokens_to_ids(name) for name in END_TOKENS]
+        answer: list[int] = []
+        inputs, cache = torch.tensor([prompt_ids]), None
+        while len(answer) < max_tokens and not (answer and answer[-1] in stop):
+            output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, inputs = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            answer.append(int(inputs))
+        return answer
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -147,6 +161,41 @@ class Reference:
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+HEADS, KV_HEADS = 9, 3
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+}
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a GGUF file under the names `transformers` gives them, float32."""
+    import numpy as np
+    from gguf import GGUFReader, dequantize
+
+    weights = {}
+    for tensor in GGUFReader(str(path)).tensors:
+        weight = np.array(dequantize(tensor.data, tensor.tensor_type))
+        *layer, part = tensor.name.removesuffix(".weight").split(".")
+        if part in ("attn_q", "attn_k"):  # GGUF keeps the rotary pairs side by side, transformers in two halves
+            heads = HEADS if part == "attn_q" else KV_HEADS
+            rows, columns = weight.shape
+            weight = weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        weights[f"{prefix}{NAMES[part]}.weight"] = torch.from_numpy(np.ascontiguousarray(weight))
+    return weights
 
 
 WORDS = re.findall(

@@ -11,9 +11,32 @@ from tests.e2e.support import WORDS, Reference, Stack, post
 pytestmark = pytest.mark.model
 
 BLOCK = 16
-LENGTHS = [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100, 255, 256, 257, 500, 512, 1000]
-LONG_LENGTHS = [2047, 2048, 3000]
-MAX_TOKENS = 16
+LENGTHS = [
+    1,
+    2,
+    7,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    31,
+    32,
+    33,
+    47,
+    48,
+    49,
+    63,
+    64,
+    65,
+    100,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    3000,
+]
+MAX_TOKENS = 12
 
 
 def prompt_of(length: int, reference: Reference) -> list[int]:
@@ -24,7 +47,7 @@ def prompt_of(length: int, reference: Reference) -> list[int]:
     return [int(token) for token in ids[:length]]
 
 
-@pytest.mark.parametrize("length", LENGTHS + LONG_LENGTHS)
+@pytest.mark.parametrize("length", LENGTHS)
 def test_completion_of_exact_length_equals_transformers(length: int, stack: Stack, reference: Reference) -> None:
     prompt = prompt_of(length, reference)
     assert len(prompt) == length
@@ -43,7 +66,7 @@ def test_completion_of_exact_length_equals_transformers(length: int, stack: Stac
     assert answer["usage"]["prompt_tokens"] == length
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_chat_over_turns_equals_transformers(seed: int, stack: Stack, reference: Reference) -> None:
     """Each turn is prefilled on P with what P still caches, and decoded on D with what D still caches."""
     chooser = random.Random(seed)
