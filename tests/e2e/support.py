@@ -150,7 +150,7 @@ class Reference:
         answer: list[int] = []
         inputs, cache = torch.tensor([prompt_ids]), None
         while len(answer) < max_tokens and not (answer and answer[-1] in stop):
-            output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(inputs, cache=cache, use_cache=True, logits_to_keep=1)
             cache, inputs = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
             answer.append(int(inputs))
         return answer
