@@ -71,9 +71,8 @@ def _router(argv: Sequence[str]) -> int:
     from router.config import RouterConfig
 
     config = _load(RouterConfig, "router", argv)
-    from router.run import run_router
-
     from backhaul import log
+    from router.run import run_router
 
     log.setup(config.log_level, config.log_format)
     return run_router(config)

@@ -30,8 +30,8 @@ class ChatConfig(Settings):
     """Default: the first one the server lists."""
     system: str | None = None
     """System prompt."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest answer, in tokens; default: the server's."""
+    max_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longest answer, in tokens: a small model may otherwise ramble on until its context is full."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Default: the server's."""
     api_key: SecretStr | None = None

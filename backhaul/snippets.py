@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import sys
 
 
 def announcement(base_url: str, model: str) -> str:
@@ -22,14 +25,21 @@ or in Python, with the openai package:
 
 or in this terminal's neighbour:
 
-    backhaul chat --base-url {base_url}
+    {command()} chat --base-url {base_url}
 
 Ctrl-C stops everything.
 """
 
 
+def command() -> str:
+    """How this program is called from the current folder."""
+    return "backhaul" if shutil.which("backhaul") else f"{shlex.quote(sys.executable)} -m backhaul"
+
+
 def curl(base_url: str, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
+    # With a limit: a small model may otherwise ramble on until its context is full.
+    chat = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 100}
+    body = json.dumps(chat, ensure_ascii=False)
     quoted = body.replace("'", "'\\''")
     return f"curl {base_url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
 
@@ -39,7 +49,7 @@ def python(base_url: str, model: str) -> str:
 
 client = OpenAI(base_url={base_url!r}, api_key="unused")
 answer = client.chat.completions.create(
-    model={model!r}, messages=[{{"role": "user", "content": "Hello!"}}]
+    model={model!r}, messages=[{{"role": "user", "content": "Hello!"}}], max_tokens=100
 )
 print(answer.choices[0].message.content)"""
 

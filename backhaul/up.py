@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -142,7 +143,10 @@ def _check_port(host: str, port: int) -> None:
     except socket.gaierror:
         raise CommandError(f"--host {host}: no such address on this machine") from None
     except OSError as error:
-        advice = "choose another with --port, or 0 for a free one"
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = (
+            "choose another with --port, or 0 for a free one" if taken else "give an address of this machine as --host"
+        )
         raise CommandError(f"cannot listen on {host} port {port} ({error.strerror}); {advice}") from None
 
 

@@ -94,7 +94,7 @@ async def test_piped_lines_are_turns_of_one_conversation(upstream: Upstream) -> 
     assert " tok/s" in err
     first, second = upstream.requests
     assert (first["model"], first["stream"], first["stream_options"]) == ("demo", True, {"include_usage": True})
-    assert "max_tokens" not in first
+    assert first["max_tokens"] == 1024
     assert second["messages"] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hello"},

@@ -31,9 +31,9 @@ def sizes(model: ModelConfig, **settings: Any) -> Sizes:
     return choose_sizes(config, model, layout, CPU)
 
 
-def test_default_has_room_for_eight_full_sequences(model: ModelConfig) -> None:
-    assert sizes(model) == Sizes(4096, 8 * 256)
-    assert sizes(model, max_model_len=100) == Sizes(100, 8 * 7)
+def test_default_has_room_for_some_full_sequences(model: ModelConfig) -> None:
+    assert sizes(model) == Sizes(4096, sizing.DEFAULT_SEQUENCES * 256)
+    assert sizes(model, max_model_len=100) == Sizes(100, sizing.DEFAULT_SEQUENCES * 7)
 
 
 def test_default_takes_a_quarter_of_free_memory_at_most(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
