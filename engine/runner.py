@@ -74,7 +74,9 @@ class Runner:
         if not requests:
             return []
         _check_finite(logits, requests)
-        return sample(logits, requests)
+        tokens = sample(logits, requests)
+        _check_drawn(tokens, requests, logits.shape[1])
+        return tokens
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -145,3 +147,10 @@ def _check_finite(logits: Tensor, requests: Sequence[Request]) -> None:
     if not finite.all():
         bad = [request.request_id for request, good in zip(requests, finite.tolist(), strict=True) if not good]
         raise RunnerError("the model's output is not finite", bad)
+
+
+def _check_drawn(tokens: Sequence[int], requests: Sequence[Request], vocab_size: int) -> None:
+    """Sampling parameters that leave no token to draw are a fault of their request, not of the engine."""
+    if max(tokens) >= vocab_size:
+        bad = [request.request_id for request, token in zip(requests, tokens, strict=True) if token >= vocab_size]
+        raise RunnerError("its sampling parameters leave no token to draw", bad)

@@ -18,8 +18,12 @@ from engine.request import Request, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0."""
+HIGHEST_TEMPERATURE = 1e6
+"""Above it every token left is as likely as any other, and float32 comes to its end."""
 TOP_P_CANDIDATES = 1024
 """Tokens looked at first for top_p; nearly always enough, and far cheaper than sorting the vocabulary."""
+LARGEST_LOGIT = 1e30
+"""Beyond it a penalty or a temperature could make a logit infinite, and the row's probabilities NaN."""
 _NEVER = float("-inf")
 
 
@@ -46,21 +50,24 @@ def adjust(logits: Tensor, request: Request) -> None:
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias, strict=True)
         logits.index_add_(0, _index(ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
-    if request.num_output_tokens < sampling.min_tokens:
-        stops = [token for token in sampling.stop_token_ids | request.eos_token_ids if token < vocab_size]
-        logits[_index(stops, logits)] = _NEVER
     if sampling.repetition_penalty != 1.0:
         seen = _index(set(request.token_ids), logits)
         scores, penalty = logits[seen], sampling.repetition_penalty
-        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+        scaled = torch.where(scores > 0, scores / penalty, scores * penalty)
+        logits[seen] = scaled.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     if (sampling.frequency_penalty or sampling.presence_penalty) and request.num_output_tokens:
         counts = torch.bincount(_index(request.output_token_ids, logits), minlength=vocab_size)
         logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    if request.num_output_tokens < sampling.min_tokens:
+        stops = [token for token in sampling.stop_token_ids | request.eos_token_ids if token < vocab_size]
+        if len(stops) < vocab_size:  # if every token is a stop token, one of them it must be
+            logits[_index(stops, logits)] = _NEVER
 
 
 def draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     """Draw each row's token after temperature, min_p, top_k and top_p. Changes logits in place."""
-    logits /= torch.tensor([[request.sampling.temperature] for request in requests], device=logits.device)
+    temperatures = [[min(request.sampling.temperature, HIGHEST_TEMPERATURE)] for request in requests]
+    logits /= torch.tensor(temperatures, device=logits.device)
     for row, request in zip(logits, requests, strict=True):
         restrict(row, request.sampling)
     cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)

@@ -160,6 +160,24 @@ def test_min_tokens_forbids_stopping_until_reached() -> None:
     assert sample(logits.clone(), [make_request(output=[1, 1], **params)]) == [EOS]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0, 1e30, 1e300])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-3, 1e30])
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_extreme_parameters_still_draw_a_token(temperature: float, penalty: float, min_tokens: int) -> None:
+    request = make_request(
+        [1, 2, 3], [4], temperature=temperature, repetition_penalty=penalty, min_tokens=min_tokens, top_p=0.9, seed=1
+    )
+    (token,) = sample(random_logits(), [request])
+    assert 0 <= token < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_token_a_stop_token_cannot_forbid_them_all(temperature: float) -> None:
+    request = make_request(temperature=temperature, min_tokens=5, stop_token_ids=frozenset(range(VOCAB)))
+    (token,) = sample(random_logits(), [request])
+    assert 0 <= token < VOCAB
+
+
 def test_penalties_leave_other_rows_alone() -> None:
     logits = random_logits(3)
     requests = [
