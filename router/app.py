@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import aiohttp
-import orjson
 from aiohttp import web
 
 from connectors.wire.openai import APIError, error_body
-from router import admin
+from router import admin, jsontext
 from router.api import models
 from router.api.chat import Chat
 from router.api.completions import Completions
@@ -22,6 +21,7 @@ from router.context import REQUEST_ID, ROUTER, Router
 from router.headers import request_id
 from router.metrics import Metrics
 from router.pool import Pool
+from router.reuse import watch_reuse
 from router.store import Store
 from router.turn import run_turn
 from router.upstream import RELEASE_SECONDS, Upstream
@@ -80,8 +80,7 @@ async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[Non
         )
         router = app[ROUTER] = Router(config, metrics, pool, upstream, store)
         metrics.follow(pool, lambda: router.turns.count)
-        if not await store.ping():
-            log.warning("Redis does not answer: turns go on, but conversations are not remembered. Check --redis.")
+        await store.ping()  # says in the log if nobody answers
         watch = asyncio.create_task(pool.watch(), name="watch engines")
         watch.add_done_callback(_watched)
         yield
@@ -106,6 +105,7 @@ def client_session(config: RouterConfig) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
         trust_env=False,
+        trace_configs=[watch_reuse()],
     )
 
 
@@ -127,14 +127,14 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         kind = "NotFoundError" if error.status == 404 else "BadRequestError"
         return json_error(error.status, error_body(message, type=kind, code=error.status), headers)
     except ConnectionResetError:
-        raise
+        return web.Response()  # nobody will get it: the client has left, which is no error of ours
     except Exception:
         log.exception("a handler failed", extra={"request_id": request[REQUEST_ID]})
         return json_error(500, error_body("Internal error of the router.", type="InternalServerError", code=500))
 
 
 def json_error(status: int, body: dict[str, object], headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json", headers=headers)
+    return web.Response(status=status, body=jsontext.dumps(body), content_type="application/json", headers=headers)
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -17,7 +17,7 @@ from router.upstream import Upstream
 
 
 class Background:
-    """Short work that outlives the request it began with; waited for at the end."""
+    """Short work that outlives the request it began with; waited for a little at the end, then cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
@@ -29,7 +29,9 @@ class Background:
 
     async def settle(self, seconds: float) -> None:
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
 
 
 class InFlight:

@@ -16,11 +16,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from connectors.wire.openai import bad_request
+from router import jsontext
 
 KEY_PREFIX: Final = "backhaul:conversation:1:"
 MAX_NAME_LENGTH: Final = 512
@@ -66,9 +68,13 @@ class Conversation:
 
 
 def identify(scope: Scope, name: str | None, messages: object) -> Conversation:
-    """The conversation of a request; `messages` is its history if it is a chat, as yet unchecked."""
+    """The conversation of a request; `messages` is its history if it is a chat, as yet unchecked.
+
+    A name out of a header may hold surrogates, for bytes that are no UTF-8.
+    """
     if name is not None:
-        return Conversation(KEY_PREFIX + _digest(scope.digest("name") + name.encode()).hex(), True, None)
+        digest = _digest(scope.digest("name") + name.encode(errors="surrogatepass"))
+        return Conversation(KEY_PREFIX + digest.hex(), True, None)
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return Conversation(None, False, None)
     chain = scope.digest("messages")
@@ -90,6 +96,18 @@ def name_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         raise bad_request(f"A string of at most {MAX_NAME_LENGTH} characters expected.", param="conversation_id")
     return name
+
+
+class _Facts(BaseModel):
+    """The part of a stored record that is JSON: anyone may have written it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    turn: Annotated[int, Field(ge=1, lt=2**31)]
+    prefill: str | None
+    decode: str
+    deadline: float
+    params: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +148,16 @@ class Record:
         prompt_ids, output_ids = data[ids_start : ids_start + prompt_bytes], data[ids_start + prompt_bytes :]
         if len(prompt_ids) != prompt_bytes or prompt_bytes % 4 or len(output_ids) % 4:
             raise ValueError("a conversation record cut short")
-        facts = orjson.loads(data[_HEAD.size : ids_start])
-        try:
-            return cls(prompt_ids=prompt_ids, output_ids=output_ids, **facts)
-        except TypeError as error:
-            raise ValueError("a conversation record with other fields") from error
+        facts = _Facts.model_validate(orjson.loads(data[_HEAD.size : ids_start]))
+        return cls(
+            turn=facts.turn,
+            prefill=facts.prefill,
+            decode=facts.decode,
+            deadline=facts.deadline,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            params=facts.params,
+        )
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -161,13 +184,15 @@ def _canonical(message: Mapping[str, Any]) -> bytes:
 
     Left out: keys without a value, reasoning (many clients drop it), ids of tool calls, white space around text.
     """
+    listed = message.get("tool_calls")
     calls = [
         [call.get("function", {}).get("name"), call.get("function", {}).get("arguments")]
-        for call in message.get("tool_calls") or []
+        for call in (listed if isinstance(listed, list) else ())
         if isinstance(call, dict) and isinstance(call.get("function", {}), dict)
     ]
     text = _plain(message.get("content"))
-    return orjson.dumps([message.get("role"), message.get("name"), text, calls], option=orjson.OPT_SORT_KEYS)
+    parts = [message.get("role"), message.get("name"), text, calls]
+    return jsontext.dumps_request(parts, option=orjson.OPT_SORT_KEYS)
 
 
 def _plain(content: object) -> object:

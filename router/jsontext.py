@@ -1,4 +1,4 @@
-"""JSON that engines write, read leniently: some write NaN, or the escaped half of an emoji."""
+"""JSON from outside. What engines write is read leniently: some write NaN, or the escaped half of an emoji."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 
 import orjson
 
+from connectors.wire.openai import bad_request
+
 
 def loads(data: bytes) -> Any:
     """Raises ValueError."""
     try:
         return orjson.loads(data)
     except ValueError:
+        pass
+    try:
         return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def dumps(value: object) -> bytes:
@@ -21,3 +27,11 @@ def dumps(value: object) -> bytes:
         return orjson.dumps(value)
     except TypeError:  # half an emoji has no UTF-8, only an escape
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def dumps_request(value: object, *, option: int | None = None) -> bytes:
+    """What a client sent. Raises APIError 400 if it cannot be written: reading goes 1024 levels deep, writing 254."""
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        raise bad_request("The request body is nested too deeply.") from None

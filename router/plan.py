@@ -54,9 +54,9 @@ def make_plan(
 ) -> Plan:
     """Choose the engines. `avoid` are those that just failed this turn.
 
-    Raises APIError: 404 for a model no engine lists, 503 if those that list it are not ready.
+    Raises APIError: 404 for a model no engine lists, 503 if those that list it are not ready, or none could say yet.
     """
-    _check_model(facts.model, [*prefill, *decode])
+    _check_model(facts.model, prefill, decode)
     decoder = _choose(decode, facts.model, facts.last_decode, avoid, slack)
     if decoder is None:
         raise _nobody("decode", facts.model)
@@ -84,10 +84,10 @@ def _choose(pool: Sequence[EngineView], model: str, last: str | None, avoid: Set
     return own if own is not None and own.in_flight <= idlest.in_flight + slack else idlest
 
 
-def _check_model(model: str, engines: Sequence[EngineView]) -> None:
-    if any(model in engine.models for engine in engines):
+def _check_model(model: str, prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> None:
+    if any(model in engine.models for engine in (*prefill, *decode)):
         return
-    if not any(engine.models for engine in engines):
+    if not any(engine.models for engine in decode):  # what prefill engines list says nothing of what will be served
         raise unavailable("No engine is ready yet. Try again in a moment.")
     raise model_not_found(model)
 

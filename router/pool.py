@@ -94,9 +94,9 @@ class Pool:
                 cards.setdefault(name, card)
         return {name: {**card, **self._shortest(name)} for name, card in cards.items()}
 
-    def unreachable(self, engine: Engine) -> None:
-        """A request could not be delivered: take the engine out, and look again soon."""
-        engine.turn_to("down", "unreachable")
+    def gone(self, engine: Engine, why: str) -> None:
+        """It cannot be reached, or says that it is about to stop: take the engine out, and look again soon."""
+        engine.turn_to("down", why)
         engine.doubt.set()
 
     async def watch(self) -> None:

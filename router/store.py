@@ -66,7 +66,10 @@ class Store:
         remaining_ms = int(1000 * (record.deadline - time.time()))
         if remaining_ms <= 0:
             return False
-        data = record.pack()
+        try:
+            data = record.pack()
+        except TypeError:  # an engine's params hold what cannot be written again
+            return False
         _, ok = await self._run("save", lambda: self._redis.set(key, data, px=remaining_ms, nx=unless_newer))
         if ok:
             self._metrics.store_operations.labels("save", "ok").inc()
@@ -90,11 +93,11 @@ class Store:
         try:
             async with asyncio.timeout(self._timeout):
                 result = await command()
-        except (TimeoutError, RedisError, OSError, ValueError) as error:
+        except (TimeoutError, RedisError, OSError, ValueError, RecursionError) as error:
             slow = isinstance(error, TimeoutError) or "imeout" in type(error).__name__
             self._fault(op, "timeout" if slow else "error", error)
             return None, False
-        if self._faults >= FAULTS_UNTIL_PAUSE:
+        if self._faults:
             log.info("Redis answers again")
         self._faults = 0
         return result, True
@@ -104,9 +107,9 @@ class Store:
         self._faults += 1
         if self._faults >= FAULTS_UNTIL_PAUSE:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
-        if self._faults == FAULTS_UNTIL_PAUSE:
+        if self._faults == 1:
             log.warning(
-                "Redis does not answer: turns go on, conversations are not remembered",
+                "Redis does not answer: turns go on, but conversations are not remembered. Check --redis.",
                 extra={"why": type(error).__name__},
             )
 

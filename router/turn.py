@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -24,10 +25,11 @@ from router.conversation import Conversation, Record, Scope, identify, name_of, 
 from router.plan import Facts, Plan, make_plan
 from router.relay import Answer, StreamRelay
 from router.report import Report
-from router.upstream import EngineFault, Stream
+from router.upstream import EngineFault, Stream, gone_for_now
 
 TENANT: Final = "default"
-MAX_ATTEMPTS: Final = 2
+MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
+LEAVING_SECONDS: Final = 0.5
 SOLO: Final = frozenset({"several_choices", "several_prompts", "beam_search"})  # no one answer to go on from
 
 log = logging.getLogger("router.turn")
@@ -55,6 +57,8 @@ class Turn:
     """Held for this turn by a prefill engine, and not taken by a decode engine yet."""
     avoid: set[str] = field(default_factory=set)
     """Engines that failed this turn."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """How many, by role."""
 
     def new_answer(self) -> Answer:
         return Answer(keep_token_ids=bool(self.body.get("return_token_ids")), keep_usage=wants_usage(self.body))
@@ -166,7 +170,14 @@ async def prefill(router: Router, turn: Turn, url: str) -> Prefilled:
     report, engine = turn.report, router.pool.get("prefill", url)
     report.prefill = url
     body = turn.endpoint.prefill_leg(turn.body)
-    prefilled = await router.upstream.prefill(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
+    leg = asyncio.create_task(
+        router.upstream.prefill(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
+    )
+    try:
+        prefilled = await asyncio.shield(leg)
+    except asyncio.CancelledError:
+        router.background.start(leave(router, leg))
+        raise
     turn.blocks = prefilled.params
     if prefilled.params is None:
         router.metrics.handoff_missing.labels(turn.endpoint.name).inc()
@@ -174,6 +185,19 @@ async def prefill(router: Router, turn: Turn, url: str) -> Prefilled:
         report.cached_tokens = prefilled.params.remote_prefill_cached_tokens
     report.prompt_tokens = len(prefilled.prompt_token_ids or ()) or None
     return prefilled
+
+
+async def leave(router: Router, leg: asyncio.Task[Prefilled]) -> None:
+    """End a prefill leg nobody waits for. An answer may be on its way, and only it says which blocks to give back;
+    a prompt that takes longer is aborted by closing the connection."""
+    await asyncio.wait([leg], timeout=LEAVING_SECONDS)
+    leg.cancel()
+    try:
+        prefilled = await leg
+    except (asyncio.CancelledError, APIError):
+        return
+    if _can_be_released(prefilled.params):
+        await router.upstream.release(prefilled.params)
 
 
 async def decode(
@@ -260,14 +284,20 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
 
 
 def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
-    """Go on without the engine that failed, or raise the fault if this was the last attempt or nobody is left."""
-    turn.avoid.add(fault.engine.url)
-    if turn.report.attempts == MAX_ATTEMPTS:
+    """Go on without the engine that failed, or raise the fault if it was the second of its role or nobody is left.
+
+    One that broke off is asked again if there is no other and it may never have seen the request.
+    """
+    turn.faults[fault.engine.role] += 1
+    if turn.faults[fault.engine.role] == MAX_FAULTS:
         raise fault
-    try:
-        plan_turn(router, turn)
-    except APIError:
-        raise fault from None
+    turn.avoid.add(fault.engine.url)
+    if not _can_go_on(router, turn):
+        if fault.kind != "disconnected":
+            raise fault
+        turn.avoid.discard(fault.engine.url)
+        if not fault.stale or not _can_go_on(router, turn):
+            raise gone_for_now(fault.engine) from fault
     router.metrics.retries.labels(fault.engine.role).inc()
     failed = {"role": fault.engine.role, "engine": fault.engine.url, "fault": fault.kind}
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
@@ -275,9 +305,21 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
 
 def give_back(router: Router, turn: Turn) -> None:
     """Release blocks nobody will read, in the background. Engines that do not offer it free them by lease."""
-    if turn.blocks is not None and turn.blocks.kv_layout is not None:
+    if _can_be_released(turn.blocks):
         router.background.start(router.upstream.release(turn.blocks))
     turn.blocks = None
+
+
+def _can_be_released(blocks: KVTransferParams | None) -> TypeGuard[KVTransferParams]:
+    return blocks is not None and blocks.kv_layout is not None
+
+
+def _can_go_on(router: Router, turn: Turn) -> bool:
+    try:
+        plan_turn(router, turn)
+    except APIError:
+        return False
+    return True
 
 
 def _stale(router: Router, prefilled: Prefilled) -> bool:

@@ -15,7 +15,6 @@ from io import BytesIO
 from typing import Any, Final, Literal
 
 import aiohttp
-import orjson
 from yarl import URL
 
 from connectors.wire.openai import APIError
@@ -24,11 +23,13 @@ from router import jsontext
 from router.api.legs import Body, Prefilled
 from router.metrics import Metrics
 from router.pool import Engine, Pool
+from router.reuse import Sent
 
 MAX_ANSWER_BYTES: Final = 256 << 20
 IN_ONE_PIECE_BYTES: Final = 1 << 19
 RELEASE_SECONDS: Final = 1.0
 DRAIN_SECONDS: Final = 0.5
+LEAVING: Final = "shutting down"  # what our engine's 503 says then
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
 
 FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "nonsense"]
@@ -42,6 +43,8 @@ class EngineFault(APIError):
         super().__init__(status, message, **fields)
         self.engine = engine
         self.kind = kind
+        self.stale = False
+        """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
 
     @property
     def unsent(self) -> bool:
@@ -93,7 +96,7 @@ class Stream:
 
     def ended_early(self) -> APIError:
         """The stream was over before it began."""
-        return self._upstream.counted(_fault(self._engine, "disconnected", 502, "answered nothing"))
+        return self._upstream.counted(_fault(self._engine, "nonsense", 502, "answered nothing"))
 
 
 class Upstream:
@@ -160,9 +163,17 @@ class Upstream:
     async def _post(
         self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        response = await self._session.post(
-            engine.url + path, data=_payload(body), headers=headers, allow_redirects=False
-        )
+        sent = Sent()
+        try:
+            response = await self._session.post(
+                engine.url + path, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent
+            )
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            fault = _broken_off(engine)
+            fault.stale = sent.on_reused
+            raise fault from error
         try:
             if response.status != 200:
                 raise _refusal(engine, response.status, await _error_fields(engine, response))
@@ -187,22 +198,33 @@ class Upstream:
         except EngineFault as fault:
             raise self.counted(fault) from None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self._pool.unreachable(engine)
+            self._pool.gone(engine, "unreachable")
             raise self.counted(_fault(engine, "unreachable", 503, "cannot be reached")) from error
         except TimeoutError as error:
             raise self.counted(_fault(engine, "timeout", 504, "did not answer in time")) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self.counted(_fault(engine, "disconnected", 502, "broke off the connection")) from error
+            raise self.counted(_broken_off(engine)) from error
 
     def counted(self, error: APIError) -> APIError:
         if isinstance(error, EngineFault):
             self._metrics.leg_failures.labels(error.engine.role, error.kind).inc()
+            if error.status == 503 and LEAVING in error.message:
+                self._pool.gone(error.engine, LEAVING)
         return error
 
 
 def _payload(body: Body) -> bytes | BytesIO:
-    data = orjson.dumps(body)
+    data = jsontext.dumps_request(body)
     return data if len(data) < IN_ONE_PIECE_BYTES else BytesIO(data)  # sent in pieces, others get their turn between
+
+
+def gone_for_now(engine: Engine) -> EngineFault:
+    """It broke off and nobody can step in: likely it has crashed, and will be back."""
+    return _fault(engine, "disconnected", 503, "broke off the connection")
+
+
+def _broken_off(engine: Engine) -> EngineFault:
+    return _fault(engine, "disconnected", 502, "broke off the connection")
 
 
 def _fault(engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
@@ -284,7 +306,7 @@ def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     ids = answer.get("prompt_token_ids") or first.get("prompt_token_ids")
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**32 for token in ids):
         return None
     return ids
 

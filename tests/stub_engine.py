@@ -45,7 +45,12 @@ class StubEngine:
     """Played once each, for the next requests, before the engine answers by itself again."""
     kv_layout: str | None = "layout-1"
     stream_params: bool = True
+    keep_alive: bool = True
+    """Whether a probe leaves a connection for the next request."""
+    leaving: bool = False
+    """Told to stop: refuses what is new, as our engine does."""
     connections: set[Any] = field(default_factory=set)
+    site: web.TCPSite | None = None
 
     @asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[StubEngine]:
@@ -55,19 +60,29 @@ class StubEngine:
         app.router.add_post("/v1/{tail:.+}", self._serve)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        self.site = web.TCPSite(runner, "127.0.0.1", port)
+        await self.site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
             await runner.cleanup()
 
+    async def stop_listening(self) -> None:
+        assert self.site is not None
+        await self.site.stop()
+
     @property
     def bodies(self) -> list[dict[str, Any]]:
         return [request.body for request in self.seen]
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
+        if self.leaving:
+            return _leaving()
+        answer = web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
+        if not self.keep_alive:
+            answer.force_close()
+        return answer
 
     async def _release(self, request: web.Request) -> web.Response:
         self.released.append(await request.json())
@@ -78,14 +93,19 @@ class StubEngine:
         self.seen.append(Seen(request.path, request.headers, body))
         self.connections.add(request.transport)
         try:
+            if self.leaving:
+                return _leaving()
             if self.scripts:
                 return await self.scripts.popleft()(request, body)
             if body.get("stream"):
                 return await self.play(request, self.events(body))
             return web.json_response(self.whole(body))
-        except (asyncio.CancelledError, ConnectionResetError):
+        except asyncio.CancelledError:
             self.aborted += 1
             raise
+        except ConnectionResetError:
+            self.aborted += 1
+            return web.Response()  # to nobody; raised, it would be an error in the log of the test
 
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """The transfer params of the answer: P's blocks for D, or D's blocks for the next turn."""
@@ -159,6 +179,11 @@ class StubEngine:
             assert request.transport is not None
             request.transport.abort()
         return response
+
+
+def _leaving() -> web.Response:
+    error = {"message": "this engine is shutting down, send the request to another", "code": 503}
+    return web.json_response({"error": error}, status=503, headers={"Retry-After": "5"})
 
 
 def refuse(status: int, message: str = "no", *, headers: dict[str, str] | None = None) -> Script:

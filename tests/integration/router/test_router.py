@@ -426,3 +426,31 @@ async def test_tokens_are_counted(front: Front) -> None:
     await front.post({**CHAT, "stream": True})
     assert await front.metric("backhaul_router_tokens_total", kind="prompt") == 8
     assert await front.metric("backhaul_router_tokens_total", kind="completion") == 12
+
+
+@pytest.mark.parametrize("depth", [260, 1000])
+@pytest.mark.parametrize("place", ["message", "option", "dropped for prefill"])
+async def test_body_nested_too_deeply_is_400(front: Front, d: StubEngine, depth: int, place: str) -> None:
+    key = {"message": b'"messages"', "option": b'"x"', "dropped for prefill": b'"stop"'}[place]
+    messages = b"" if place == "message" else b'"messages": [{"role": "user", "content": "Hi"}], '
+    deep = b"[" * depth + b"]" * depth
+    value = b'[{"role": "user", "content": ' + deep + b"}]" if place == "message" else deep
+    answer = await front.post(b'{"model": "m", ' + messages + key + b": " + value + b"}", path="/v1/chat/completions")
+    assert answer.status == 400
+    assert "nested too deeply" in answer.error["message"]
+    assert not d.seen
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [("X-Conversation-Id", 200), ("X-Session-Id", 200), ("X-Other", 200), ("Content-Encoding", 415)],
+)
+async def test_header_of_any_bytes(front: Front, header: str, status: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rsplit(":", 1)[1]))
+    body = json.dumps(CHAT).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + header.encode() + b": \xff\xfe\r\n\r\n" + body)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await writer.wait_closed()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())

@@ -152,7 +152,7 @@ async def test_second_fault_is_the_answer(four: Any) -> None:
     assert (answer.status, answer.error["message"]) == (502, "second")
 
 
-@pytest.mark.parametrize(("fault", "status"), [(refuse(500, "m"), 500), (disconnect, 502), (json_text("{"), 502)])
+@pytest.mark.parametrize(("fault", "status"), [(refuse(500, "m"), 500), (json_text("{"), 502)])
 async def test_fault_of_the_only_engine_is_the_answer(
     front: Front, p: StubEngine, d: StubEngine, fault: Script, status: int
 ) -> None:
@@ -163,6 +163,83 @@ async def test_fault_of_the_only_engine_is_the_answer(
         assert answer.error["message"]
         assert "http://" not in answer.error["message"]
     assert (await front.post(CHAT)).status == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_request_that_kills_engines_meets_two_at_most(redis_url: str, role: str, body: Any) -> None:
+    pools = {name: [StubEngine(name) for _ in range(3 if name == role else 1)] for name in ("prefill", "decode")}
+    for engine in pools[role]:
+        engine.scripts.extend([disconnect] * 3)
+    async with (
+        _all_running([(engine, 0) for engine in (*pools["prefill"], *pools["decode"])]),
+        router_over(pools["prefill"], pools["decode"], redis_url) as front,
+    ):
+        answer = await front.post(body)
+        assert (answer.status, "Retry-After" in answer.headers) == (502, False)
+        assert sorted(len(engine.seen) for engine in pools[role]) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_only_engine_that_breaks_off_will_be_back(redis_url: str, role: str) -> None:
+    async with (
+        StubEngine("prefill", keep_alive=False).running() as p,
+        StubEngine("decode", keep_alive=False).running() as d,
+        router_over([p], [d], redis_url, probe_interval=60) as front,
+    ):
+        engine = p if role == "prefill" else d
+        engine.scripts.append(disconnect)
+        answer = await front.post(CHAT)
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.error["message"] == f"The {role} engine broke off the connection. Try again."
+        assert len(engine.seen) == 1, "a new connection was not stale"
+        assert (await front.post(CHAT)).status == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_connection_closed_as_we_sent_is_made_anew_if_there_is_no_other_engine(
+    front: Front, p: StubEngine, d: StubEngine, role: str
+) -> None:
+    engine = p if role == "prefill" else d
+    assert (await front.post(CHAT)).status == 200
+    engine.scripts.append(disconnect)
+    answer = await front.post(CHAT, headers=EXPLAIN)
+    assert (answer.status, answer.explain["attempts"]) == (200, 2)
+    engine.scripts.extend([disconnect] * 3)
+    answer = await front.post(CHAT)
+    assert (answer.status, len(engine.scripts)) == (502, 1)
+
+
+async def test_only_engine_killed_is_503(d: StubEngine, redis_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        p = await stack.enter_async_context(StubEngine("prefill").running())
+        front = await stack.enter_async_context(router_over([p], [d], redis_url, probe_interval=60))
+        assert (await front.post(CHAT)).status == 200
+
+        async def die(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await p.stop_listening()
+            return await disconnect(request, body)
+
+        p.scripts.append(die)
+        answer = await front.post(CHAT)
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert front.router.pool.get("prefill", p.url).state == "down"
+
+
+async def test_engines_that_shut_down_are_left_at_once(four: Any) -> None:
+    """One of each pool at the same time: every leg has its own second attempt."""
+    front, p1, p2, d1, d2 = four
+    p1.leaving = d1.leaving = True
+    answers = await asyncio.gather(*(front.post(STREAM, headers=EXPLAIN) for _ in range(20)))
+    assert [answer.status for answer in answers] == [200] * 20
+    assert {answer.text for answer in answers} == {TEXT}
+    assert {(answer.explain["prefill"], answer.explain["decode"]) for answer in answers} == {(p2.url, d2.url)}
+    seen = len(p1.seen), len(d1.seen)
+    assert all(seen)
+    assert front.router.pool.get("prefill", p1.url).state == "down"
+    assert front.router.pool.get("decode", d1.url).state == "down"
+    assert (await front.post(STREAM)).status == 200
+    assert (len(p1.seen), len(d1.seen)) == seen
 
 
 async def test_unreachable_decode_engine_costs_no_second_prefill(p: StubEngine, redis_url: str) -> None:
@@ -237,6 +314,15 @@ async def test_request_that_finds_the_engine_gone_is_503(redis_url: str, d: Stub
         answer = await front.post(CHAT)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
         assert gone.state == "down"
+
+
+@pytest.mark.parametrize("model", [None, "m", "other"])
+async def test_model_is_not_denied_before_a_decode_engine_has_listed_any(
+    p: StubEngine, redis_url: str, model: str | None
+) -> None:
+    async with router_over([p], [NOBODY], redis_url) as front:
+        answer = await front.post({"messages": CHAT["messages"], "model": model})
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
 async def test_unknown_model_is_404(front: Front, p: StubEngine, d: StubEngine) -> None:
@@ -382,6 +468,23 @@ async def test_client_leaves_while_prefill_runs(front: Front, p: StubEngine, d: 
     assert await front.metric("backhaul_router_turns_total", outcome="client_gone") == 1
 
 
+async def test_client_leaves_just_before_prefill_answers(front: Front, p: StubEngine, d: StubEngine) -> None:
+    """P has finished and holds its blocks; only its answer says which they are."""
+
+    async def answer_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await until(lambda: front.router.turns.count == 0, "the client has left")
+        await asyncio.sleep(0.05)
+        return web.json_response(p.whole(body))
+
+    p.scripts.append(answer_late)
+    await leave(front, lambda: p.seen)
+    await until(lambda: p.released, "P's blocks are given back", 1.0)
+    assert p.released == [{"engine_id": "prefill-engine", "request_id": "prefill-1"}]
+    await until(front.is_idle, "idle")
+    assert not p.aborted
+    assert not d.seen
+
+
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 async def test_client_leaves_between_prefill_and_decode(front: Front, p: StubEngine, d: StubEngine, body: Any) -> None:
     d.scripts.append(never)
@@ -450,7 +553,7 @@ async def test_disconnects_leave_no_traceback(
 
 
 async def test_client_that_does_not_read_is_let_go_at_the_turns_end(
-    p: StubEngine, d: StubEngine, redis_url: str
+    p: StubEngine, d: StubEngine, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def torrent(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -471,9 +574,10 @@ async def test_client_that_does_not_read_is_let_go_at_the_turns_end(
         assert await front.metric("backhaul_router_turns_total", outcome="client_gone") == 1
         writer.close()
         del reader
+    assert [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info] == []
 
 
-async def test_counters_are_exact_after_a_storm(four: Any) -> None:
+async def test_counters_are_exact_after_a_storm(four: Any, caplog: pytest.LogCaptureFixture) -> None:
     front, p1, p2, d1, d2 = four
     chooser = random.Random(7)
 
@@ -504,6 +608,7 @@ async def test_counters_are_exact_after_a_storm(four: Any) -> None:
     connector = front.router.upstream._session.connector
     assert isinstance(connector, aiohttp.TCPConnector)
     assert not connector._acquired, "no connection to an engine is kept"
+    assert [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info] == []
     assert (await front.post(CHAT)).status == 200
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
@@ -78,7 +81,17 @@ async def test_record_does_not_outlive_its_deadline(store: Store, redis_url: str
     assert await store.claim("past") is None
 
 
-@pytest.mark.parametrize("value", [b"", b"garbage", b"\x01" + b"\xff" * 50, record().pack()[:20]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"garbage",
+        b"\x01" + b"\xff" * 50,
+        record().pack()[:20],
+        replace(record(), deadline=cast("float", "z")).pack(),
+        replace(record(), turn=cast("int", None)).pack(),
+    ],
+)
 async def test_value_nobody_can_read_is_a_miss(store: Store, redis_url: str, metrics: Metrics, value: bytes) -> None:
     async with Redis.from_url(redis_url) as redis:
         await redis.set("odd", value)
@@ -178,6 +191,25 @@ async def test_state_works_again_when_redis_does(p: StubEngine, d: StubEngine, t
             assert await turn() > 2
 
 
+async def test_first_fault_and_the_return_are_logged(
+    metrics: Metrics, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.store")
+    port = free_port()
+    with valkey(tmp_path, port) as server:
+        async with store_at(server.url, metrics, 2.0) as store:
+            assert await store.ping()
+            assert not caplog.messages
+            server.kill()
+            for _ in range(FAULTS_UNTIL_PAUSE + 2):
+                assert await store.claim("k") is None
+                assert [message.split(":")[0] for message in caplog.messages] == ["Redis does not answer"]
+            with valkey(tmp_path, port):
+                await save_at_last(store, "k", record())
+                assert await store.claim("k") is not None
+    assert caplog.messages[1:] == ["Redis answers again"]
+
+
 async def test_hanging_server_delays_by_the_timeout_only(metrics: Metrics, redis_url: str) -> None:
     async with store_at(redis_url, metrics, 0.5) as store:
         await save_at_last(store, "k", record(7))
@@ -201,7 +233,8 @@ async def save_at_last(store: Store, key: str, value: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\xff" * 100, b"$-5\r\n", b"*9\r\n"]
+    "answer",
+    [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\xff" * 100, b"$-5\r\n", b"*9\r\n", b"$2000000000\r\n"],
 )
 async def test_port_of_something_else(p: StubEngine, d: StubEngine, answer: bytes | None) -> None:
     """None: accepts and says nothing. Empty: closes at once."""
@@ -219,7 +252,9 @@ async def test_port_of_something_else(p: StubEngine, d: StubEngine, answer: byte
         async with router_over([p], [d], f"redis://127.0.0.1:{port}/0", redis_timeout=TIMEOUT) as front:
             for stream in (False, True):
                 body = {**CHAT, "stream": stream, "conversation_id": "x"}
+                begun = time.monotonic()
                 answered = await front.post(body, headers=EXPLAIN)
+                assert time.monotonic() - begun < 2 * TIMEOUT + MARGIN
                 assert (answered.status, answered.explain["turn"]) == (200, 1)
     finally:
         server.close()

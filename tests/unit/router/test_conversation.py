@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import struct
+from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +102,7 @@ def test_what_is_no_history_has_no_conversation(messages: object) -> None:
         {"role": 5, "content": {"a": 1}},
         {"role": "user", "content": [5, {"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "assistant", "tool_calls": ["x", {"function": "f"}, {}]},
+        {"role": "assistant", "tool_calls": 5},
     ],
 )
 def test_odd_messages_are_left_for_the_engine_to_refuse(message: dict[str, Any]) -> None:
@@ -118,6 +122,22 @@ def test_odd_messages_are_left_for_the_engine_to_refuse(message: dict[str, Any])
 )
 def test_name(body: dict[str, Any], headers: dict[str, str], name: str | None) -> None:
     assert name_of(body, headers) == name
+
+
+@pytest.mark.parametrize("header", ["X-Conversation-Id", "X-Session-Id"])
+def test_name_of_any_bytes_is_a_name(header: str) -> None:
+    texts = [raw.decode(errors="surrogateescape") for raw in (b"\xff", b"\xfe", b"a\xc3", "ü".encode())]
+    names = [name_of({}, {header: text}) for text in texts]
+    assert len({identify(SCOPE, name, None).find for name in names}) == len(texts)
+
+
+@pytest.mark.parametrize("part", ["role", "name", "content"])
+def test_message_nested_too_deeply_is_refused(part: str) -> None:
+    deep = orjson.loads(b"[" * 300 + b"]" * 300)
+    with pytest.raises(APIError) as refused:
+        identify(SCOPE, None, [{**USER, part: deep}])
+    assert refused.value.status == 400
+    assert "too deeply" in refused.value.message
 
 
 @pytest.mark.parametrize("name", [5, ["a"], {"a": 1}, "x" * 513, True])
@@ -160,6 +180,35 @@ def test_garbage_is_no_record(data: bytes) -> None:
 def test_record_cut_short_is_no_record(length: int) -> None:
     with pytest.raises(ValueError):
         Record.unpack(RECORD.pack()[:length])
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        *[("deadline", value) for value in ("z", None, "1", True)],
+        *[("turn", value) for value in (None, "x", 2**64 - 1, 2**31, 0, -1, 1.5, True)],
+        *[("params", value) for value in ([], [1], "x", 5)],
+        *[("prefill", value) for value in (5, [], {})],
+        *[("decode", value) for value in (None, 5)],
+        ("more", 1),
+    ],
+)
+def test_record_with_a_wrong_fact_is_no_record(fact: str, value: object) -> None:
+    facts = {name: getattr(RECORD, name) for name in ("turn", "prefill", "decode", "deadline", "params")}
+    assert Record.unpack(_packed(facts)) == replace(RECORD, prompt_ids=b"", output_ids=b"")
+    with pytest.raises(ValueError):
+        Record.unpack(_packed({**facts, fact: value}))
+
+
+@pytest.mark.parametrize("facts", [[], None, "x", {}])
+def test_record_without_facts_is_no_record(facts: object) -> None:
+    with pytest.raises(ValueError):
+        Record.unpack(_packed(facts))
+
+
+def _packed(facts: object) -> bytes:
+    text = orjson.dumps(facts)
+    return struct.pack("<BII", 1, len(text), 0) + text
 
 
 def test_record_of_another_version_is_no_record() -> None:

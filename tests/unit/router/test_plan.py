@@ -91,6 +91,7 @@ def test_engines_that_just_failed_are_avoided() -> None:
     ("prefill", "decode", "status", "words"),
     [
         pytest.param([down("p", models=frozenset())], [down("d", models=frozenset())], 503, "ready yet", id="none yet"),
+        pytest.param([up("p", models=frozenset("x"))], [down("d", models=frozenset())], 503, "ready yet", id="only P"),
         pytest.param([up("p")], [down("d")], 503, "No decode engine", id="decode down"),
         pytest.param([down("p")], [up("d")], 503, "No prefill engine", id="prefill down"),
         pytest.param([up("p", models=frozenset())], [up("d")], 503, "No prefill engine", id="prefill without it"),
