@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from connectors.wire.openai import APIError, error_body
 from engine.api import chat, completions, kv, status, tokens
@@ -19,6 +20,7 @@ CLIENT_LEFT = 499
 
 
 def make_app(worker: Worker) -> web.Application:
+    logging.getLogger("aiohttp.server").addFilter(_no_malformed_http)
     app = web.Application(
         middlewares=[identify, answer_errors, settle_debt], client_max_size=worker.config.max_body_bytes
     )
@@ -82,6 +84,11 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def _error(status: int, message: str, type: str) -> web.Response:
     return json_response(error_body(message, type=type, code=status), status=status)
+
+
+def _no_malformed_http(record: logging.LogRecord) -> bool:
+    """False for a client's malformed HTTP: answered with 400, it is no fault of ours to log a traceback for."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

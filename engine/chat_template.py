@@ -111,6 +111,8 @@ def _plain_tool_call(call: Any) -> Any:
         arguments = json.loads(function["arguments"])
     except ValueError:
         return call
+    except RecursionError:
+        raise ChatTemplateError("the arguments of a tool call are nested too deep") from None
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,36 +13,43 @@ from connectors.wire.openai import bad_request
 from engine.api.call import Call, read_call
 from engine.api.context import Serving
 from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.offload import offload
 from engine.api.protocol import ChatPrompt, parse_chat
 from engine.chat_template import ChatTemplateError
 from engine.output import Delta
+from engine.tokenizer import Tokenizer
 
-_TEMPLATE_ARGUMENTS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
-)
+_RESERVED = frozenset(inspect.signature(Tokenizer.render_chat).parameters) - {"variables"} | {"documents"}
+"""What chat_template_kwargs cannot set: render_chat's own parameters, and fields of the body."""
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
-    body = parse_chat(call.body)
+    body = await offload(call.large, parse_chat, call.body)
     prompt = call.serving.check_prompt(await _prompt_ids(call, body), "messages")
     engine_request = make_request(call, body, prompt, call.engine_id("chatcmpl"))
     shape = ChatShape(f"chatcmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
     return await Generation(call, body, [engine_request], shape).respond()
 
 
-async def render(serving: Serving, body: ChatPrompt, *, add_special_tokens: bool) -> list[int]:
+async def render(serving: Serving, body: ChatPrompt, *, add_special_tokens: bool, large: bool) -> list[int]:
     """The ids of a conversation under the chat template. Raises APIError 400."""
+    text = await offload(large, _render, serving.tokenizer, body)
+    return await serving.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+def _render(tokenizer: Tokenizer, body: ChatPrompt) -> str:
     arguments = dict(body.chat_template_kwargs or {})
-    if reserved := _TEMPLATE_ARGUMENTS & arguments.keys():
-        raise bad_request(f"chat_template_kwargs: {min(reserved)} cannot be set there", param="chat_template_kwargs")
+    if reserved := _RESERVED & arguments.keys():
+        where = f"chat_template_kwargs.{min(reserved)}"
+        raise bad_request(f"{where}: cannot be set there", param=where)
     if body.documents is not None:
         arguments["documents"] = body.documents
     if body.reasoning_effort is not None:
         arguments["reasoning_effort"] = body.reasoning_effort
     try:
-        text = serving.tokenizer.render_chat(
-            [message.model_dump(exclude_unset=True) for message in body.messages],
+        return tokenizer.render_chat(
+            [message.for_template() for message in body.messages],
             add_generation_prompt=body.generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             tools=body.tools,
@@ -49,12 +57,12 @@ async def render(serving: Serving, body: ChatPrompt, *, add_special_tokens: bool
         )
     except ChatTemplateError as error:
         raise bad_request(f"messages: {error}", param="messages") from None
-    return await serving.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
 
 
 async def _prompt_ids(call: Call, body: ChatPrompt) -> list[int]:
     if call.prompt_token_ids is None:
-        return await render(call.serving, body, add_special_tokens=bool(call.body.get("add_special_tokens")))
+        special = bool(call.body.get("add_special_tokens"))
+        return await render(call.serving, body, add_special_tokens=special, large=call.large)
     if max(call.prompt_token_ids) >= call.serving.vocab_size:
         where = "kv_transfer_params.prompt_token_ids"
         raise bad_request(f"{where}: out of vocabulary, ids end at {call.serving.vocab_size - 1}", param=where)

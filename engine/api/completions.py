@@ -10,8 +10,9 @@ from aiohttp import web
 
 from connectors.wire.openai import bad_request
 from engine.api.call import read_call
-from engine.api.context import Serving
+from engine.api.context import LONG_TEXT, Serving
 from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.offload import offload
 from engine.api.protocol import CompletionBody, parse_completion
 from engine.output import Delta
 
@@ -20,26 +21,41 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
-    body = parse_completion(call.body)
+    _check_sizes(call.serving, call.body.get("prompt"))
+    body = await offload(call.large, parse_completion, call.body)
     if len(body.prompt) > 1 and call.kv_transfer_params is not None:
         # One set of blocks cannot be the KV of two prompts.
         raise bad_request("prompt: only one is possible with kv_transfer_params", param="prompt")
-    if len(body.prompt) > call.serving.client.capacity:
-        raise bad_request(f"prompt: at most {call.serving.client.capacity} at once", param="prompt")
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": DEFAULT_MAX_TOKENS})
-    requests = []
-    for index, prompt in enumerate(body.prompt):
-        ids = call.serving.check_prompt(await _prompt_ids(call.serving, body, prompt), "prompt")
-        requests.append(make_request(call, body, ids, call.engine_id("cmpl", index)))
+    prompts = await _prompt_ids(call.serving, body)
+    requests = [make_request(call, body, ids, call.engine_id("cmpl", i)) for i, ids in enumerate(prompts)]
     shape = CompletionShape(f"cmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
     return await Generation(call, body, requests, shape).respond()
 
 
-async def _prompt_ids(serving: Serving, body: CompletionBody, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    return await serving.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt")
+def _check_sizes(serving: Serving, prompt: object) -> None:
+    """Refuse what is hopelessly much before each of its tokens is looked at. Raises APIError 400."""
+    if not isinstance(prompt, list) or not prompt:
+        return
+    several = isinstance(prompt[0], str | list)
+    if several and len(prompt) > serving.client.capacity:
+        raise bad_request(f"prompt: at most {serving.client.capacity} at once", param="prompt")
+    for ids in prompt if several else [prompt]:
+        if isinstance(ids, list) and len(ids) >= serving.max_model_len:
+            raise serving.too_long(str(len(ids)), "prompt")
+
+
+async def _prompt_ids(serving: Serving, body: CompletionBody) -> list[list[int]]:
+    """The ids of every prompt. Raises APIError 400."""
+    special = body.add_special_tokens is not False
+
+    def ids_of(prompt: str | list[int]) -> list[int]:
+        ids = prompt if isinstance(prompt, list) else serving.encode(prompt, add_special_tokens=special, param="prompt")
+        return serving.check_prompt(ids, "prompt")
+
+    size = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+    return await offload(size >= LONG_TEXT, lambda: list(map(ids_of, body.prompt)))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import Transport
 from connectors.wire.openai import APIError, bad_request, model_not_found, unavailable
+from engine.api.offload import offload
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.messages import Inbox
@@ -63,14 +63,18 @@ class Serving:
             raise model_not_found(name)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """encode(), of a long text in a thread."""
+        return await offload(
+            len(text) >= LONG_TEXT, self.encode, text, add_special_tokens=add_special_tokens, param=param
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Raises APIError 400 at once for text that cannot fit, however it falls into tokens."""
         at_least = len(text) // self._max_characters_per_token
         if at_least > self.max_model_len:
             raise self.too_long(f"more than {at_least}", param)
         try:
-            if len(text) < LONG_TEXT:
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise bad_request(f"{param}: {error}", param=param) from None
 

@@ -15,9 +15,24 @@ from connectors.wire.openai import APIError, bad_request
 from engine.request import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
+# Lists end at their first wrong item: an error for each of a million would be made before one is shown.
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MIN_TEMPERATURE = 0.01
 """Smaller ones are raised to this, as in vLLM: dividing by less overflows."""
+MAX_TEMPERATURE = 1e4
+"""Far beyond uniform; logits divided by it stay finite and apart in float32. The penalty's limits do the same."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_LOGIT_BIAS = 100.0
+# No client has use for more, and each entry costs time on every token.
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1000
+MAX_MESSAGES = 8192
+MAX_PARTS, MAX_PARTS_IN_ALL = 8192, 1 << 16
+MAX_TOOLS = 8192
+MAX_DETOKENIZE = 1 << 20
+_MAX_ID_DIGITS = 20
+"""Digits of a token id as a key; int() itself refuses thousands of them."""
 _INT64 = 2**63
 
 B = TypeVar("B", bound=BaseModel)
@@ -41,18 +56,18 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: list[str] | None = None
     include_stop_str_in_output: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -69,7 +84,21 @@ class GenerationBody(Body):
             raise ValueError("a string or a list of strings expected")
         if strings and "" in strings:
             raise ValueError("a stop string cannot be empty")
+        if strings and len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are possible, got {len(strings)}")
+        if strings and (longest := max(map(len, strings))) > MAX_STOP_LENGTH:
+            raise ValueError(f"a stop string has at most {MAX_STOP_LENGTH} characters, got {longest}")
         return strings
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _stop_token_ids(cls, value: object) -> object:
+        return _at_most(MAX_STOP_TOKEN_IDS, value, "ids")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _logit_bias(cls, value: object) -> object:
+        return _at_most(MAX_LOGIT_BIAS_ENTRIES, value, "entries")
 
     @property
     def include_usage(self) -> bool:
@@ -89,6 +118,12 @@ class GenerationBody(Body):
         asked = self.requested_max_tokens
         if asked is not None and min_tokens > asked:
             raise bad_request(f"min_tokens: must not exceed max_tokens={asked}, got {min_tokens}", param="min_tokens")
+        stop_token_ids = frozenset(self.stop_token_ids or ())
+        if max(stop_token_ids, default=0) >= vocab_size:
+            raise bad_request(
+                f"stop_token_ids: token id {max(stop_token_ids)} is out of vocabulary, ids end at {vocab_size - 1}",
+                param="stop_token_ids",
+            )
         temperature = 1.0 if self.temperature is None else self.temperature
         top_k = self.top_k or 0
         return SamplingParams(
@@ -101,7 +136,7 @@ class GenerationBody(Body):
             seed=self.seed,
             stop=tuple(self.stop or ()),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            stop_token_ids=stop_token_ids,
             ignore_eos=bool(self.ignore_eos),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -124,7 +159,7 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1)]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -132,6 +167,8 @@ class Message(BaseModel):
     def _content(cls, value: object) -> object:
         if value is not None and not isinstance(value, str | list):
             raise ValueError("a string or a list of content parts expected")
+        if isinstance(value, list):
+            _at_most(MAX_PARTS, value, "content parts")
         for index, part in enumerate(value if isinstance(value, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
@@ -140,17 +177,39 @@ class Message(BaseModel):
                 raise ValueError(f"content part {index} has no text")
         return value
 
+    def for_template(self) -> dict[str, Any]:
+        """What the client sent, defaults left out. Not model_dump: that fails on values nested some hundred deep."""
+        given = {name: value for name, value in self if name in self.model_fields_set}
+        if isinstance(self.content, list):
+            given["content"] = [{"type": part.type, "text": part.text} for part in self.content]
+        return given
+
 
 class ChatPrompt(Body):
     """The part of a chat request that the template sees; `/tokenize` takes it too."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
+    documents: Objects | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _messages(cls, value: object) -> object:
+        _at_most(MAX_MESSAGES, value, "messages")
+        contents = (item.get("content") for item in value if isinstance(item, dict)) if isinstance(value, list) else ()
+        in_all = sum(len(content) for content in contents if isinstance(content, list))
+        if in_all > MAX_PARTS_IN_ALL:
+            raise ValueError(f"at most {MAX_PARTS_IN_ALL} content parts are possible in all, got {in_all}")
+        return value
+
+    @field_validator("tools", "documents", mode="before")
+    @classmethod
+    def _objects(cls, value: object) -> object:
+        return _at_most(MAX_TOOLS, value, "entries")
 
     @property
     def generation_prompt(self) -> bool:
@@ -167,7 +226,7 @@ class ChatBody(GenerationBody, ChatPrompt):
 
 
 class CompletionBody(GenerationBody):
-    prompt: list[str | list[TokenId]]
+    prompt: Annotated[list[str | Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     """One entry per prompt: text, or token ids."""
 
     @field_validator("prompt", mode="before")
@@ -199,7 +258,19 @@ class TokenizeChat(ChatPrompt):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _tokens(cls, value: object) -> object:
+        return _at_most(MAX_DETOKENIZE, value, "ids")
+
+
+def _at_most(limit: int, value: object, what: str) -> object:
+    """The value, if it is not a collection too long; looked at before its items are."""
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise ValueError(f"at most {limit} {what} are possible, got {len(value)}")
+    return value
 
 
 def _is_id(value: object) -> bool:
@@ -312,9 +383,9 @@ def _check_stream_options(body: GenerationBody) -> None:
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs = []
+    by_id = {}
     for key, value in bias.items():
-        if not (key.isascii() and key.isdigit()) or int(key) >= vocab_size:
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS) or int(key) >= vocab_size:
             raise bad_request(f"logit_bias: {key[:20]!r} is not a token id below {vocab_size}", param="logit_bias")
-        pairs.append((int(key), max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, value))))
-    return tuple(pairs)
+        by_id[int(key)] = max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, value))
+    return tuple(by_id.items())

@@ -77,7 +77,9 @@ class RecordingTransport:
 class Stage:
     """The server under test and everything behind it."""
 
-    def __init__(self, model: Path, *, role: str = "both", kv: bool = False, capacity: int = 8) -> None:
+    def __init__(
+        self, model: Path, *, role: str = "both", kv: bool = False, capacity: int = 8, max_body_bytes: int = 100_000
+    ) -> None:
         self.script: Script = says("hello")
         self.submitted: list[Request] = []
         self.stops: list[Stop] = []
@@ -112,7 +114,7 @@ class Stage:
             model_fingerprint=bytes(16),
             kv=KVSide(ENGINE_ID, connector) if kv else None,
         )
-        self.worker = Worker(EngineConfig(model="tiny", max_body_bytes=100_000), serving=self.serving)
+        self.worker = Worker(EngineConfig(model="tiny", max_body_bytes=max_body_bytes), serving=self.serving)
         self._server = TestServer(make_app(self.worker))
         self._thread = threading.Thread(target=self._engine, daemon=True)
 

@@ -41,7 +41,14 @@ def refused(body: dict[str, Any], *, chat: bool = True) -> APIError:
         ("stop_token_ids", [-1], "greater than or equal to 0"),
         ("presence_penalty", 3, "less than or equal to 2"),
         ("frequency_penalty", -3, "greater than or equal to -2"),
-        ("repetition_penalty", 0, "greater than 0"),
+        ("repetition_penalty", 0, "greater than or equal to 0.01"),
+        ("repetition_penalty", 101, "less than or equal to 100, got 101"),
+        ("temperature", 10001, "less than or equal to 10000, got 10001"),
+        ("temperature", 1e300, "less than or equal to 10000"),
+        ("stop", ["a"] * 65, "at most 64 stop strings"),
+        ("stop", "a" * 1001, "at most 1000 characters"),
+        ("stop_token_ids", [1] * 1025, "at most 1024 ids"),
+        ("logit_bias", {str(i): 1 for i in range(1025)}, "at most 1024 entries"),
         ("logit_bias", [1], "dictionary"),
         ("stream", "yes", "boolean"),
         ("ignore_eos", 1, "boolean"),
@@ -192,7 +199,69 @@ def test_temperature_zero_stays_greedy() -> None:
     assert parse_chat({"messages": MESSAGES, "temperature": 0}).sampling(max_tokens=1, vocab_size=1).temperature == 0
 
 
-@pytest.mark.parametrize("key", ["10", "-1", "a", "1.5", "²"])
+def test_the_limits_themselves_are_taken() -> None:
+    body = {
+        "temperature": 1e4,
+        "repetition_penalty": 100,
+        "stop": ["a" * 1000] * 64,
+        "stop_token_ids": [0] * 1024,
+        "logit_bias": {str(i): 1 for i in range(1024)},
+    }
+    sampling = parse_chat({"messages": MESSAGES} | body).sampling(max_tokens=1, vocab_size=1024)
+    assert (sampling.temperature, sampling.repetition_penalty, len(sampling.stop)) == (1e4, 100, 64)
+    assert len(sampling.logit_bias) == 1024
+
+
+def test_stop_token_ids_outside_the_vocabulary() -> None:
+    body = parse_chat({"messages": MESSAGES, "stop_token_ids": [9, 10]})
+    with pytest.raises(APIError, match="stop_token_ids: token id 10 is out of vocabulary, ids end at 9"):
+        body.sampling(max_tokens=1, vocab_size=10)
+
+
+def test_a_token_written_twice_has_one_bias() -> None:
+    body = parse_chat({"messages": MESSAGES, "logit_bias": {"7": 1, "07": 2}})
+    assert body.sampling(max_tokens=1, vocab_size=10).logit_bias == ((7, 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "fragment"),
+    [
+        ({"messages": MESSAGES * 8193}, "messages", "at most 8192 messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 8193}]},
+            "messages[0].content",
+            "at most 8192 content parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 8192}] * 9},
+            "messages",
+            "at most 65536 content parts",
+        ),
+        ({"documents": [{}] * 8193}, "documents", "at most 8192 entries"),
+        ({"tools": [{}] * 8193, "tool_choice": "none"}, "tools", "at most 8192 entries"),
+    ],
+)
+def test_collections_too_long(body: dict[str, Any], param: str, fragment: str) -> None:
+    error = refused(body)
+    assert error.param == param
+    assert fragment in error.message
+
+
+def test_messages_reach_the_template_as_sent() -> None:
+    deep: Any = 1
+    for _ in range(500):
+        deep = [deep]
+    sent = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}],
+        "name": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        "extra": deep,
+    }
+    assert parse_chat({"messages": [sent]}).messages[0].for_template() == sent
+
+
+@pytest.mark.parametrize("key", ["10", "-1", "a", "1.5", "²", "", "9" * 5000, "0" * 5000])
 def test_logit_bias_of_no_token(key: str) -> None:
     body = parse_chat({"messages": MESSAGES, "logit_bias": {key: 1}})
     with pytest.raises(APIError, match="logit_bias"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
+import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ import pytest
 
 from connectors.transport import LeaseReleased, Peer
 from connectors.wire.transfer import KVTransferParams
+from engine.api import chat as chat_api
+from engine.api.offload import LARGE_BODY
+from engine.api.protocol import ChatBody, parse_chat
 from engine.messages import Output
 from tests.unit.server.double import (
     BLOCK_SIZE,
@@ -229,6 +235,8 @@ LONG = "x" * MAX_MODEL_LEN
         ({"messages": [{"role": "user", "content": LONG}]}, 400),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
         ({"chat_template_kwargs": {"messages": []}}, 400),
+        ({"stop_token_ids": [999]}, 400),
+        ({"unknown": "x" * LARGE_BODY, "temperature": -1}, 400),
         ({"ec_transfer_params": {"an-image": 5}}, 400),
         ({"kv_transfer_params": params_for_decode(remote_num_tokens=90)}, 400),
         ({"kv_transfer_params": params_for_decode(remote_block_ids="gone")}, 400),
@@ -495,17 +503,21 @@ async def test_tokenize_messages_gives_the_prompt_of_a_chat(stage: Stage) -> Non
 async def test_kv_routes(prefill: Stage) -> None:
     async with prefill.session.get("/kv/agent") as response:
         assert (await response.json())["engine_id"] == ENGINE_ID
-    prefill.leases.hold("r", [1, 2], 30)
-    prefill.leases.hold("s", [3], 30)
+    prefill.leases.hold("r", [1, 2], ["aa", "bb"], 30)
+    prefill.leases.hold("s", [3], ["cc"], 30)
     names = {"engine_id": ENGINE_ID, "request_id": "r"}
     assert await prefill.post("/kv/renew", {"engine_id": ENGINE_ID, "request_ids": ["r", "x"]}) == (200, {"renewed": 1})
     status, claim = await prefill.post("/kv/claim", names | {"reader": "d"})
-    assert (status, claim) == (200, {"valid_for": 10, "block_ids": [1, 2]})
+    claim_id = claim.pop("claim_id")
+    assert (status, claim) == (200, {"valid_for": 10, "block_ids": [1, 2], "block_hashes": ["aa", "bb"]})
     status, answer = await prefill.post("/kv/claim", names)
     assert (status, answer["error"]["code"]) == (410, "lease_expired")
     assert await prefill.post("/kv/release", names | {"request_id": "s"}) == (200, {"released": True})
     assert await prefill.post("/kv/release", names | {"request_id": "x"}) == (200, {"released": False})
-    await eventually(lambda: prefill.other == [LeaseReleased("s")])
+    assert await prefill.post("/kv/release", names) == (200, {"released": False}), "someone reads"
+    assert await prefill.post("/kv/release", names | {"claim_id": "x"}) == (200, {"released": False})
+    assert await prefill.post("/kv/release", names | {"claim_id": claim_id}) == (200, {"released": True})
+    await eventually(lambda: prefill.other == [LeaseReleased("s"), LeaseReleased("r")])
     for path in ("claim", "release", "renew"):
         status, answer = await prefill.post(f"/kv/{path}", names | {"engine_id": "other", "request_ids": []})
         assert (status, answer["error"]["code"]) == (409, "engine_mismatch")
@@ -538,3 +550,108 @@ async def test_tool_messages_reach_the_template(stage: Stage) -> None:
     assert status == 200
     prompt = stage.tokenizer.decode(stage.submitted[0].prompt_token_ids, skip_special_tokens=False)
     assert "result" in prompt
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_template_arguments_that_clash_are_refused_by_name(stage: Stage, path: str, key: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {key: 1}}
+    status, answer = await stage.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, f"chat_template_kwargs.{key}")
+
+
+async def test_other_template_arguments_are_taken(stage: Stage) -> None:
+    assert (await stage.chat(chat_template_kwargs={"variables": 1, "enable_thinking": False, "not a name": 2}))[
+        0
+    ] == 200
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [200, 900, 1020])
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"messages": [{"role": "user", "content": "hi", "extra": %s}]',
+        '"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": %s}}]}]',
+        '"messages": [{"role": "user", "content": %s}]',
+        '"messages": [{"role": "user", "content": "hi"}], "unknown": %s',
+        '"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %s}',
+        '"messages": [{"role": "user", "content": "hi"}], "documents": [{"a": %s}]',
+        '"messages": [{"role": "user", "content": "hi"}], "kv_transfer_params": {"do_remote_decode": true, "a": %s}',
+        '"messages": [{"role": "user", "content": "hi"}], "ec_transfer_params": {"a": {"b": %s}}',
+        '"prompt": %s',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
+async def test_values_nested_absurdly_deep_are_400(prefill: Stage, path: str, field: str, depth: int) -> None:
+    status, _ = await prefill.post(path, data="{" + field % nested(depth) + "}")
+    assert status == 400
+
+
+async def test_brackets_without_end_are_refused_unparsed(tiny_model: Path) -> None:
+    async with Stage(tiny_model, max_body_bytes=2_000_000) as stage:
+        status, answer = await stage.post(CHAT, data=io.BytesIO(b'{"unknown": [' + b"[]," * (1 << 19) + b"[]]}"))
+    assert status == 400
+    assert "at most 524288" in answer["error"]["message"]
+
+
+async def test_tool_call_arguments_nested_too_deep_are_400(stage: Stage) -> None:
+    arguments = '{"a":' * 1020 + "1" + "}" * 1020
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    status, answer = await stage.chat(messages=messages)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "nested too deep" in answer["error"]["message"]
+
+
+async def test_peers_are_answered_while_a_large_body_is_worked_on(
+    prefill: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(body: Any) -> ChatBody:
+        entered.set()
+        assert leave.wait(10)
+        return parse_chat(body)
+
+    monkeypatch.setattr(chat_api, "parse_chat", slow)
+    prefill.leases.hold("r", [1], ["aa"], 30)
+    large = asyncio.create_task(prefill.chat(unknown="x" * LARGE_BODY))
+    try:
+        await eventually(entered.is_set)
+        names = {"engine_id": ENGINE_ID, "request_id": "r"}
+        async with asyncio.timeout(5):
+            assert (await prefill.post("/kv/claim", names))[0] == 200
+            assert (await prefill.session.get("/health")).status == 200
+        assert not large.done()
+    finally:
+        leave.set()
+    assert (await large)[0] == 200
+
+
+async def test_large_and_small_bodies_give_the_same_prompt(stage: Stage) -> None:
+    for padding in ("", "x" * LARGE_BODY):
+        assert (await stage.chat(unknown=padding))[0] == 200
+        assert (await stage.post(COMPLETIONS, {"prompt": ["a", "bc"], "unknown": padding}))[0] == 200
+    small, large = stage.submitted[:3], stage.submitted[3:]
+    assert [r.prompt_token_ids for r in small] == [r.prompt_token_ids for r in large]
+
+
+async def test_malformed_http_leaves_no_traceback_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = stage.url.removeprefix("http://").split(":")
+    with caplog.at_level(logging.INFO, logger="aiohttp.server"):
+        for request in (b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\rb\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(request)
+            async with asyncio.timeout(5):
+                assert b" 400 " in await reader.readline()
+            writer.close()
+    assert [record for record in caplog.records if record.name == "aiohttp.server"] == []
+    logging.getLogger("aiohttp.server").error("a real one")
+    assert "a real one" in caplog.text

@@ -253,3 +253,10 @@ def test_template_from_a_file_replaces_the_models(tmp_path: Path) -> None:
     path.write_text("{{ messages[0].content }}!")
     tokenizer.use_chat_template(path)
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}], tools=TOOLS) == "hi!"
+
+
+def test_tool_call_arguments_nested_too_deep_are_the_clients_mistake() -> None:
+    arguments = '{"a":' * 5000 + "1" + "}" * 5000
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    with pytest.raises(ChatTemplateError, match="nested too deep"):
+        ChatTemplate("{{ messages[0].role }}").render([message])

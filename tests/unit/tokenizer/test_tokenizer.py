@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,15 @@ def test_settings_for_padding_and_truncation_are_ignored(tmp_path: Path) -> None
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     change(folder, "tokenizer.json", truncation=truncation)
     assert len(tokenizer_from_folder(folder).encode("x" * 50, add_special_tokens=False)) == 50
+
+
+def test_threads_share_a_tokenizer(tiny_model: Path) -> None:
+    tokenizer = tokenizer_from_folder(tiny_model)
+    texts = [f"text {i} " * 20 for i in range(400)]
+    expected = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        ids = list(threads.map(lambda text: tokenizer.encode(text, add_special_tokens=False), texts))
+        strings = list(threads.map(tokenizer.token_str, range(tokenizer.vocab_size)))
+    assert ids == expected
+    assert tokenizer.calls == 2 * len(texts)
+    assert strings == [tokenizer_from_folder(tiny_model).token_str(i) for i in range(tokenizer.vocab_size)]
