@@ -32,9 +32,6 @@ class Remote(Protocol):
     def read(self, local_ids: Sequence[int], remote_ids: Sequence[int], notification: bytes) -> Read:
         """Post a read. Raises PeerLost or AgentError, after which nothing is under way."""
 
-    def notify(self, notification: bytes) -> None:
-        """Send a notification by itself. Raises AgentError."""
-
     def disconnect(self) -> None:
         """Forget the peer. None of its reads may be under way."""
 

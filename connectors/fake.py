@@ -137,13 +137,7 @@ class FakeTransport:
 
     def release(self, peer: Peer, remote_request_id: str) -> None:
         self.releases.append((peer, remote_request_id))
-
-        def arrive() -> None:
-            owner = self._owner(peer)
-            if owner is not None and owner.leases.cancel(remote_request_id):
-                owner.emit(LeaseReleased(remote_request_id))
-
-        self._send(arrive)
+        self._cancel(peer, remote_request_id)
 
     def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
         self.renewals.append((peer, tuple(remote_request_ids)))
@@ -161,6 +155,14 @@ class FakeTransport:
     def close(self) -> None:
         """Leave the network: peers get no answer from here on."""
         self._network.endpoints.pop((self._peer.host, self._peer.port), None)
+
+    def _cancel(self, peer: Peer, remote_request_id: str, claim_id: str | None = None) -> None:
+        def arrive() -> None:
+            owner = self._owner(peer)
+            if owner is not None and owner.leases.cancel(remote_request_id, claim_id):
+                owner.emit(LeaseReleased(remote_request_id))
+
+        self._send(arrive)
 
     def _send(self, arrive: Callable[[], None]) -> None:
         if not self._network.drop_messages:
@@ -183,8 +185,12 @@ class FakeTransport:
             self._fail(pull, "layout")
         else:
             claim = owner.leases.claim(pull.remote_request_id)
-            if isinstance(claim, ClaimRefused) or not set(pull.remote_block_ids) <= set(claim.block_ids):
+            if isinstance(claim, ClaimRefused):
                 self._fail(pull, "claim")
+                return
+            if not pull.is_covered_by(claim.block_ids, claim.block_hashes):
+                self._cancel(pull.peer, pull.remote_request_id, claim.claim_id)
+                self._fail(pull, "hashes")
                 return
             read = _Read(pull, fault, owner, sent_at=self._network.clock.now, valid_for=claim.valid_for)
             if fault.stalls is not None:

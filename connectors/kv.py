@@ -52,7 +52,7 @@ class _Fetch:
     remote: RemoteBlocks
     peer: Peer
     num_tokens: int
-    """Prompt tokens from the start whose KV the remote blocks are proven to hold."""
+    """Prompt tokens from the start whose KV the remote blocks are said to hold; the pull makes sure."""
     heartbeat_due: float
     num_pulling: int = 0
     """Tokens of the one pull of this request, once it is under way; it ends in an event even if the request is gone."""
@@ -182,7 +182,8 @@ class KVConnector:
             del self._fetches[request.request_id]
             self._release(fetch.remote, "cached")
             return
-        start = len(block_ids) - _ceil_div(num_external_tokens, self._block_size)
+        end = len(block_ids)
+        start = end - _ceil_div(num_external_tokens, self._block_size)
         fetch.num_pulling, fetch.local_block_ids = num_external_tokens, tuple(block_ids[start:])
         fetch.heartbeat_due = self._clock() + self._heartbeat_seconds
         self._pulls.append(
@@ -191,7 +192,9 @@ class KVConnector:
                 peer=fetch.peer,
                 remote_request_id=fetch.remote.request_id,
                 local_block_ids=fetch.local_block_ids,
-                remote_block_ids=fetch.remote.block_ids[start : len(block_ids)],
+                remote_block_ids=fetch.remote.block_ids[start:end],
+                first_block=start,
+                block_hashes=tuple(_hex_chain(request, fetch.num_tokens)[start:end]),
                 kv_layout=self._kv_layout,
             )
         )
@@ -249,18 +252,19 @@ class KVConnector:
     # Decode side.
 
     def _num_loadable(self, request: TransferRequest, remote: RemoteBlocks) -> tuple[int, str]:
-        """(prompt tokens whose KV the remote blocks are proven to hold, what stands in the way if there are none)."""
+        """(prompt tokens whose KV the remote blocks are said to hold, what stands in the way if there are none).
+
+        A pull compares the same hashes with what the owner says; this spares it where the params already differ.
+        """
         if remote.kv_layout != self._kv_layout:
             return 0, "layout"
         if remote.engine_id == self._self.engine_id:
             # What this engine held for itself is in its own prefix cache.
             return 0, "self"
         num_prompt = request.num_prompt_tokens
-        if not remote.block_hashes:
-            return (num_prompt, "") if remote.num_tokens == num_prompt else (0, "length")
-        chain = request.hash_chain(num_prompt)
+        chain = _hex_chain(request, num_prompt)
         equal = 0
-        while equal < min(len(chain), len(remote.block_hashes)) and chain[equal].hex() == remote.block_hashes[equal]:
+        while equal < min(len(chain), len(remote.block_hashes)) and chain[equal] == remote.block_hashes[equal]:
             equal += 1
         # Only the whole prompt ends in a partial block; a shorter common prefix is made of full ones.
         num_tokens = min(equal * self._block_size, num_prompt)
@@ -335,8 +339,9 @@ class KVConnector:
     def _hold(self, request: TransferRequest) -> tuple[bool, KVTransferParams]:
         num_tokens = request.num_computed_tokens
         block_ids = list(request.block_ids[: _ceil_div(num_tokens, self._block_size)])
+        block_hashes = _hex_chain(request, num_tokens)
         if block_ids:
-            self.leases.hold(request.request_id, request.block_ids, self._lease_seconds)
+            self.leases.hold(request.request_id, request.block_ids, block_hashes, self._lease_seconds)
             self.num_leases_held += 1
         return bool(block_ids), KVTransferParams(
             do_remote_prefill=True,
@@ -354,7 +359,7 @@ class KVConnector:
             remote_registration_generation=0,
             transfer_mode="pull",
             remote_prefill_cached_tokens=request.num_cached_tokens,
-            remote_block_hashes=[block_hash.hex() for block_hash in request.hash_chain(num_tokens)],
+            remote_block_hashes=block_hashes,
             kv_layout=self._kv_layout,
         )
 
@@ -372,6 +377,10 @@ class KVConnector:
 
 def _peer(remote: RemoteBlocks) -> Peer:
     return Peer(remote.engine_id, remote.host, remote.port)
+
+
+def _hex_chain(request: TransferRequest, num_tokens: int) -> list[str]:
+    return [block_hash.hex() for block_hash in request.hash_chain(num_tokens)]
 
 
 def _ceil_div(a: int, b: int) -> int:

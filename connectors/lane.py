@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import TypeVar
 
 from connectors.peer import PeerClient, PeerError, PeerUnreachable
 
 MAX_QUEUED = 1024
 """Exchanges waiting at most; more are answered as unreachable at once."""
+IDLE_SECONDS = 30.0
+"""Without an exchange for this long, the connection is closed and the thread ends; the next call starts another."""
 
 T = TypeVar("T")
 
@@ -21,10 +23,19 @@ class Lane:
 
     def __init__(self, host: str, port: int) -> None:
         self._client = PeerClient(host, port)
+        self._name = f"peer-{host}:{port}"
         self._broken_off = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"peer-{host}:{port}", daemon=True)
-        self._thread.start()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        """The first one stays in while it runs."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no exchange is under way or waits."""
+        with self._changed:
+            return not self._calls
 
     def call(
         self, exchange: Callable[[PeerClient, float], T], timeout: float, answer: Callable[[T | PeerError], None]
@@ -44,23 +55,48 @@ class Lane:
                 result = error
             answer(result)
 
-        if self._calls.qsize() >= MAX_QUEUED:
-            answer(PeerUnreachable(f"{MAX_QUEUED} exchanges with this peer are waiting"))
-        else:
-            self._calls.put(run)
+        with self._changed:
+            full = len(self._calls) > MAX_QUEUED
+            if not full and not self._closed:
+                self._calls.append(run)
+                self._changed.notify()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                return
+        answer(PeerUnreachable(f"{MAX_QUEUED} exchanges with this peer are waiting" if full else "closed"))
 
     def close(self) -> None:
         """Take no more calls; those already queued still run. Returns at once."""
-        self._calls.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
     def join(self, timeout: float) -> None:
         """After close: wait for the queued calls, but no longer than `timeout` seconds; then break them off."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(timeout)
+        if thread.is_alive():
             self._broken_off = True
             self._client.abort()
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-        self._client.close()
+        while (call := self._next()) is not None:
+            try:
+                call()
+            finally:
+                with self._changed:
+                    self._calls.popleft()
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next call, or None when this thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls or self._closed, IDLE_SECONDS)
+            if self._calls:
+                return self._calls[0]
+            # Before another thread can use the client.
+            self._client.close()
+            self._thread = None
+            return None

@@ -120,6 +120,11 @@ class NixlTransport:
         return self._started_puller.num_handshakes_failed
 
     @property
+    def num_messages_dropped(self) -> int:
+        """Releases and heartbeats not sent because too many other peers are busy."""
+        return self._started_puller.num_messages_dropped
+
+    @property
     def num_pulls(self) -> int:
         """Pulls under way, those included whose peer hangs."""
         return self._started_puller.num_pulls
@@ -131,6 +136,7 @@ class NixlTransport:
     def pull(self, pull: Pull) -> None:
         local, remote = pull.local_block_ids, pull.remote_block_ids
         assert len(local) == len(remote) > 0, f"{pull.request_id}: {len(local)} local and {len(remote)} remote blocks"
+        assert len(pull.block_hashes) == len(remote), f"{pull.request_id}: {len(pull.block_hashes)} hashes"
         assert 0 <= min(local) <= max(local) < self._num_blocks, f"{pull.request_id}: local block ids out of range"
         if not self._do(lambda: self._started_puller.pull(pull)):
             self._emit(PullFailed(pull.request_id, "transfer", "the transfer thread has ended"))

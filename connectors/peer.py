@@ -88,6 +88,8 @@ class AgentInfo(_Answer):
 class _ClaimAnswer(_Answer):
     valid_for: Annotated[float, Field(gt=0, le=86400)]
     block_ids: Annotated[list[Count], Field(max_length=1 << 20)]
+    block_hashes: Annotated[list[str], Field(max_length=1 << 20)]
+    claim_id: Name
 
 
 class _RenewAnswer(_Answer):
@@ -111,7 +113,12 @@ class _ErrorAnswer(BaseModel):
 class Claim:
     """Leave to read `block_ids`; what is not read completely by `valid_until` must be thrown away."""
 
-    block_ids: frozenset[int]
+    block_ids: tuple[int, ...]
+    """In token order."""
+    block_hashes: tuple[str, ...]
+    """What the peer says that they hold, hex."""
+    claim_id: str
+    """Gives the claim back."""
     sent_at: float
     """Monotonic seconds just before the claim was sent: the peer counts from later on."""
     valid_until: float
@@ -138,14 +145,18 @@ class PeerClient:
         body = {"engine_id": engine_id, "request_id": request_id, "reader": reader}
         sent_at = time.monotonic()
         answer = self._ask(_ClaimAnswer, "POST", "/kv/claim", body, deadline)
-        return Claim(frozenset(answer.block_ids), sent_at, sent_at + answer.valid_for)
+        valid_until = sent_at + answer.valid_for
+        return Claim(tuple(answer.block_ids), tuple(answer.block_hashes), answer.claim_id, sent_at, valid_until)
 
     def renew(self, engine_id: str, request_ids: Sequence[str], deadline: float) -> int:
         body = {"engine_id": engine_id, "request_ids": list(request_ids)}
         return self._ask(_RenewAnswer, "POST", "/kv/renew", body, deadline).renewed
 
-    def release(self, engine_id: str, request_id: str, deadline: float) -> bool:
+    def release(self, engine_id: str, request_id: str, deadline: float, claim_id: str | None = None) -> bool:
+        """Nobody will read. The reader that has a claim names it; without it a claimed lease is left alone."""
         body = {"engine_id": engine_id, "request_id": request_id}
+        if claim_id is not None:
+            body["claim_id"] = claim_id
         return self._ask(_ReleaseAnswer, "POST", "/kv/release", body, deadline).released
 
     def close(self) -> None:

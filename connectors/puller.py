@@ -24,7 +24,7 @@ from enum import Enum
 
 from connectors.agent import Agent, AgentError, PeerLost, Read, Remote
 from connectors.lane import Lane
-from connectors.peer import AgentInfo, Claim, PeerError, Refused
+from connectors.peer import AgentInfo, Claim, PeerClient, PeerError, Refused
 from connectors.transport import Emit, Peer, Pull, PullDone, PullFailed, PullStalled
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ EXCHANGE_SLACK = 1.0
 """Seconds an HTTP exchange may be late, for what has no deadline of its own (name resolution)."""
 PEER_IDLE_SECONDS = 600.0
 """A peer not used for this long is forgotten."""
+MAX_PEERS = 64
+"""Peers at a time, and so threads and connections: transfer params may name any number of invented ones."""
 STOPPING = "this engine stops"
 NOTIFICATION_PREFIX = b"done:"
 """Of the notification that comes with a read; the owner's request id follows."""
@@ -116,6 +118,8 @@ class Puller:
         self._closed = False
         self.num_handshakes_failed: Counter[str] = Counter()
         """By reason: handshake, engine_id, layout."""
+        self.num_messages_dropped = 0
+        """Releases and heartbeats not sent because too many other peers are busy."""
 
     @property
     def num_pulls(self) -> int:
@@ -136,6 +140,9 @@ class Puller:
             self._emit(PullFailed(pull.request_id, "transfer", STOPPING))
             return
         peer = self._peer(pull.peer, now)
+        if peer is None:
+            self._emit(PullFailed(pull.request_id, "handshake", f"{MAX_PEERS} other peers are busy"))
+            return
         job = _Job(pull, peer, now)
         self._jobs.add(job)
         if peer.link is not None and now >= peer.retry_at:
@@ -150,22 +157,12 @@ class Puller:
             self._await_handshake(job)
 
     def release(self, peer: Peer, remote_request_id: str) -> None:
-        if self._closed:
-            return
-        self._peer(peer, time.monotonic()).lane.call(
-            lambda client, deadline: client.release(peer.engine_id, remote_request_id, deadline),
-            self._handshake_timeout,
-            lambda result: _log_failure("release", peer, result),
+        self._tell(
+            "release", peer, lambda client, deadline: client.release(peer.engine_id, remote_request_id, deadline)
         )
 
     def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
-        if self._closed:
-            return
-        self._peer(peer, time.monotonic()).lane.call(
-            lambda client, deadline: client.renew(peer.engine_id, remote_request_ids, deadline),
-            self._handshake_timeout,
-            lambda result: _log_failure("renew", peer, result),
-        )
+        self._tell("renew", peer, lambda client, deadline: client.renew(peer.engine_id, remote_request_ids, deadline))
 
     def poll(self) -> None:
         """Find out what has ended, and end what is late."""
@@ -207,14 +204,41 @@ class Puller:
             reason, detail = job.failure
             self._fail(job, reason or "transfer", detail or STOPPING)
 
+    def _tell(self, what: str, key: Peer, exchange: Callable[[PeerClient, float], object]) -> None:
+        """Send a message whose loss costs the peer no more than a lease's time."""
+        if self._closed:
+            return
+        peer = self._peer(key, time.monotonic())
+        if peer is None:
+            self.num_messages_dropped += 1
+            return
+
+        def answered(result: object) -> None:
+            if isinstance(result, PeerError):
+                logger.debug("%s failed peer=%s:%d detail=%s", what, key.host, key.port, result)
+
+        peer.lane.call(exchange, self._handshake_timeout, answered)
+
     # Handshake.
 
-    def _peer(self, key: Peer, now: float) -> _Peer:
+    def _peer(self, key: Peer, now: float) -> _Peer | None:
+        """The peer of this name; None if it is a new one and there is no room for it."""
         peer = self._peers.get(key)
         if peer is None:
+            if len(self._peers) >= MAX_PEERS and not self._make_room():
+                return None
             peer = self._peers[key] = _Peer(key, Lane(key.host, key.port), now)
         peer.last_used = now
         return peer
+
+    def _make_room(self) -> bool:
+        """Forget the peer that has been idle for longest, rather one that never answered for itself."""
+        busy = {job.peer.peer for job in self._jobs}
+        idle = [peer for key, peer in self._peers.items() if key not in busy and peer.lane.idle]
+        if not idle:
+            return False
+        self._forget(min(idle, key=lambda peer: (peer.link is not None, peer.last_used)).peer)
+        return True
 
     def _await_handshake(self, job: _Job) -> None:
         job.phase = _Phase.HANDSHAKE
@@ -289,23 +313,26 @@ class Puller:
         if pull.kv_layout not in (None, link.info.kv_layout):
             self._fail(job, "layout", "the blocks on offer are of another model or layout")
             return
-        if max(pull.remote_block_ids) >= link.info.num_blocks:
-            self._fail(job, "claim", "block ids beyond the peer's memory")
-            return
         job.phase, job.link = _Phase.CLAIM, link
         job.deadline = time.monotonic() + self._handshake_timeout + EXCHANGE_SLACK
-        engine_id, me = pull.peer.engine_id, self._me.engine_id
+        engine_id, request_id, me = pull.peer.engine_id, pull.remote_request_id, self._me.engine_id
+
+        def claim(client: PeerClient, deadline: float) -> Claim:
+            claim = client.claim(engine_id, request_id, me, deadline)
+            if self._closed:
+                # The transfer thread has closed the lane and cannot give the claim back any more.
+                client.release(engine_id, request_id, deadline, claim.claim_id)
+            return claim
+
         job.peer.lane.call(
-            lambda client, deadline: client.claim(engine_id, pull.remote_request_id, me, deadline),
-            self._handshake_timeout,
-            lambda result: self._post(lambda: self._claimed(job, result)),
+            claim, self._handshake_timeout, lambda result: self._post(lambda: self._claimed(job, result))
         )
 
     def _claimed(self, job: _Job, result: Claim | PeerError) -> None:
         now = time.monotonic()
         if job.phase is not _Phase.CLAIM:
             if isinstance(result, Claim):
-                self._unclaim(job)
+                self._unclaim(job, result)
         elif isinstance(result, Refused):
             mismatch = result.code == "engine_mismatch"
             if mismatch:
@@ -315,25 +342,34 @@ class Puller:
         elif isinstance(result, PeerError):
             self._peer_failed(job.peer, "claim", str(result), now)
             self._fail(job, "claim", str(result))
-        elif job.peer.link is not job.link:
-            self._fail(job, "disconnected", "the connection to the peer was lost")
-        elif not result.block_ids.issuperset(job.pull.remote_block_ids):
-            self._unclaim(job)
-            self._fail(job, "claim", "the owner does not hold these blocks for this request")
-        elif now >= result.valid_until:
-            self._unclaim(job)
-            self._fail(job, "expired", "the claim ran out before the read began")
+        elif obstacle := self._unreadable(job, result, now):
+            self._unclaim(job, result)
+            self._fail(job, *obstacle)
         else:
             job.claim = result
             self._read(job)
 
-    def _unclaim(self, job: _Job) -> None:
-        """Tell the owner that a granted claim will not be used; an HTTP release would not end it."""
-        if job.link is not None and job.peer.link is job.link:
-            try:
-                job.link.remote.notify(_notification(job.pull))
-            except AgentError as error:
-                logger.debug("unclaim failed request_id=%s detail=%s", job.pull.request_id, error)
+    def _unreadable(self, job: _Job, claim: Claim, now: float) -> tuple[str, str] | None:
+        """Why a granted claim is not used, if so: (reason, detail)."""
+        assert job.link is not None, "claim without a link"
+        if job.peer.link is not job.link:
+            return "disconnected", "the connection to the peer was lost"
+        if not job.pull.is_covered_by(claim.block_ids, claim.block_hashes):
+            return "hashes", "the owner does not hold this prompt's blocks under this request"
+        if max(job.pull.remote_block_ids) >= job.link.info.num_blocks:
+            return "claim", "block ids beyond the peer's memory"
+        if now >= claim.valid_until:
+            return "expired", "the claim ran out before the read began"
+        return None
+
+    def _unclaim(self, job: _Job, claim: Claim) -> None:
+        """Tell the owner that a granted claim will not be used."""
+        engine_id, request_id = job.pull.peer.engine_id, job.pull.remote_request_id
+        self._tell(
+            "unclaim",
+            job.pull.peer,
+            lambda client, deadline: client.release(engine_id, request_id, deadline, claim.claim_id),
+        )
 
     # Read.
 
@@ -440,8 +476,3 @@ class Puller:
 
 def _notification(pull: Pull) -> bytes:
     return NOTIFICATION_PREFIX + pull.remote_request_id.encode()
-
-
-def _log_failure(what: str, peer: Peer, result: object) -> None:
-    if isinstance(result, PeerError):
-        logger.debug("%s failed peer=%s:%d detail=%s", what, peer.host, peer.port, result)

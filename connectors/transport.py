@@ -25,8 +25,8 @@ class Peer:
 class Pull:
     """Read remote blocks into local ones, then tell the owner that it may free them.
 
-    The transport claims the owner's lease first and discards what it read when the claim ran out meanwhile, so
-    that KV from recycled memory is never reported as done.
+    The transport claims the owner's lease first. It reads only what the lease `covers`, and discards what it read when
+    the claim ran out meanwhile, so that neither another prompt's KV nor recycled memory is ever reported as done.
     """
 
     request_id: str
@@ -37,8 +37,21 @@ class Pull:
     local_block_ids: tuple[int, ...]
     remote_block_ids: tuple[int, ...]
     """Same length as local_block_ids, pairwise."""
+    first_block: int
+    """Where the first of them lies in the prompt, in blocks."""
+    block_hashes: tuple[str, ...]
+    """What they must hold: the hashes (hex) that the reader computed from its own prompt, same length."""
     kv_layout: str | None
     """The layout fingerprint the owner must have; None accepts what the handshake says if it equals ours."""
+
+    def is_covered_by(self, block_ids: Sequence[int], block_hashes: Sequence[str]) -> bool:
+        """Whether the owner's lease, given in token order, has these blocks in these places with these hashes.
+
+        The transfer params come with the request and may be anyone's invention: only the owner knows what its blocks
+        hold, and only the reader what its prompt is.
+        """
+        span = slice(self.first_block, self.first_block + len(self.remote_block_ids))
+        return tuple(block_ids[span]) == self.remote_block_ids and tuple(block_hashes[span]) == self.block_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class PullFailed:
 
     request_id: str
     reason: str
-    """For metrics, one of: handshake, engine_id, layout, claim, disconnected, timeout, expired, transfer."""
+    """For metrics, one of: handshake, engine_id, layout, claim, hashes, disconnected, timeout, expired, transfer."""
     detail: str
 
 

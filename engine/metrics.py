@@ -24,7 +24,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 HANDSHAKE_REASONS = ("handshake", "engine_id", "layout")
-PULL_FAILURES = (*HANDSHAKE_REASONS, "claim", "disconnected", "timeout", "expired", "transfer", "other")
+PULL_FAILURES = (*HANDSHAKE_REASONS, "claim", "hashes", "disconnected", "timeout", "expired", "transfer", "other")
 HANDOFF_ENDPOINTS = ("chat", "completions")
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)

@@ -203,6 +203,31 @@ class FakeEngine:
             assert self.connector.next_wakeup() is None
 
 
+FORGERIES = ("hashes left out", "hashes of another", "blocks of another", "reversed", "repeated", "shifted")
+OF_ITS_OWN_PROMPT = frozenset({"reversed", "repeated", "shifted"})
+"""Forgeries that do harm to the prompt that the blocks were computed for."""
+
+
+def forge(forgery: str, params: KVTransferParams, other: KVTransferParams) -> KVTransferParams:
+    """What a client may make of the params for one prompt, and those for another of the same length."""
+    (blocks,) = params.remote_block_ids or [[]]
+    match forgery:
+        case "hashes left out":
+            return params.without("remote_block_hashes")
+        case "hashes of another":
+            return params.with_(remote_block_hashes=other.remote_block_hashes)
+        case "blocks of another":
+            # Named rightly in all but the lease, so that only its owner's table tells.
+            return other.with_(remote_block_ids=params.remote_block_ids)
+        case "reversed":
+            return params.with_(remote_block_ids=[blocks[::-1]])
+        case "repeated":
+            return params.with_(remote_block_ids=[blocks[:1] * len(blocks)])
+        case "shifted":
+            return params.with_(remote_block_ids=[[*blocks[1:], *blocks[:1]]])
+    raise AssertionError(forgery)
+
+
 def pair(
     *, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None
 ) -> tuple[FakeEngine, FakeEngine, FakeNetwork]:

@@ -19,6 +19,7 @@ from connectors.transport import Peer
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import ECTransferParams, KVTransferParams, WireError
 from engine.api.context import WORKER, Serving
+from engine.api.offload import LARGE_BODY, offload
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,13 @@ REQUEST_ID = web.RequestKey("request_id", str)
 _DEBT = web.RequestKey("debt", object)
 """The raw kv_transfer_params of a body whose request the engine has not taken over."""
 _OWNER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_SIZE = web.RequestKey("size", int)
 MAX_REQUEST_ID_LENGTH = 128
+MAX_DEPTH = 128
+"""Arrays and objects within each other. What reads or writes JSON gives up somewhere beyond, each in its own way."""
+
+MAX_BRACKETS = 1 << 19
+"""Opening ones, those in strings too: far more than any prompt has. Parsing each costs the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,11 @@ class Call:
         """A request id no other request of this engine has, even if a client repeats its own."""
         return f"{prefix}-{self.request_id}-{index}-{uuid.uuid4().hex[:8]}"
 
+    @property
+    def large(self) -> bool:
+        """Whether work on the body belongs in a thread."""
+        return is_large(self.http)
+
     def hand_over(self) -> None:
         """The engine has the request: its connector sees to the remote blocks from here on."""
         self.http[_DEBT] = None
@@ -63,22 +75,53 @@ async def read_call(request: web.Request) -> Call:
     if model is not None and not isinstance(model, str):
         raise bad_request("model: a string expected", param="model")
     serving.check_model(model)
-    params, prompt_token_ids = _transfer_params(body, serving)
+    params, prompt_token_ids = await offload(is_large(request), _transfer_params, body, serving)
     return Call(request, serving, body, request[REQUEST_ID], params, prompt_token_ids)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
     """The body as an object. Raises APIError 400 for anything else."""
     try:
-        body = orjson.loads(await request.read())
+        raw = await request.read()
     except web.RequestPayloadError:
         encoding = request.headers.get("Content-Encoding", "identity")
         raise bad_request(f"the body is not what its Content-Encoding ({encoding[:20]}) says") from None
+    request[_SIZE] = len(raw)
+    return await offload(is_large(request), _load, raw)
+
+
+def is_large(request: web.Request) -> bool:
+    """Whether work on the body, once read, belongs in a thread."""
+    return request[_SIZE] >= LARGE_BODY
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets > MAX_BRACKETS:
+        raise bad_request(f"the body has {brackets} opening brackets, at most {MAX_BRACKETS} are possible")
+    try:
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, not {_json_type(body)}")
+    if brackets > MAX_DEPTH:  # most bodies have fewer, so their depth needs no look
+        _check_depth(body)
     return body
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for outer in level
+            for value in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return
+    raise bad_request(f"the body is nested more than {MAX_DEPTH} deep")
 
 
 def request_id(request: web.Request) -> str:

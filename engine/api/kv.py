@@ -28,9 +28,14 @@ class ClaimBody(LeaseBody):
     """Who is going to read; for logs only."""
 
 
+class ReleaseBody(LeaseBody):
+    claim_id: Name | None = None
+    """Of the reader that gives back a claim it does not use."""
+
+
 class RenewBody(Body):
     engine_id: Name
-    request_ids: Annotated[list[Name], Field(max_length=65536)]
+    request_ids: Annotated[list[Name], Field(max_length=65536, fail_fast=True)]
 
 
 async def agent(request: web.Request) -> web.Response:
@@ -52,7 +57,14 @@ async def claim(request: web.Request) -> web.Response:
             param="request_id",
             code="lease_expired",
         )
-    return json_response({"valid_for": answer.valid_for, "block_ids": answer.block_ids})
+    return json_response(
+        {
+            "valid_for": answer.valid_for,
+            "block_ids": answer.block_ids,
+            "block_hashes": answer.block_hashes,
+            "claim_id": answer.claim_id,
+        }
+    )
 
 
 async def renew(request: web.Request) -> web.Response:
@@ -64,9 +76,9 @@ async def renew(request: web.Request) -> web.Response:
 
 async def release(request: web.Request) -> web.Response:
     """Nobody will read these blocks."""
-    body = parse(LeaseBody, await read_json(request))
+    body = parse(ReleaseBody, await read_json(request))
     serving, kv = _kv_side(request, body.engine_id)
-    released = kv.leases.cancel(body.request_id)
+    released = kv.leases.cancel(body.request_id, body.claim_id)
     if released:
         serving.inbox.put(LeaseReleased(body.request_id))
     return json_response({"released": released})

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -53,6 +53,11 @@ class Options:
 
 def pattern(seed: int, block_id: int, block_bytes: int) -> np.ndarray[Any, Any]:
     return ((np.arange(block_bytes) * 7 + block_id * 13 + seed) % 251).astype(np.uint8)
+
+
+def names_of(block_ids: Sequence[int]) -> list[str]:
+    """Stand-ins for content hashes; a block has one name wherever it lies."""
+    return [f"{block_id:032x}" for block_id in block_ids]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
@@ -100,10 +105,24 @@ class KVEngine:
         else:
             self.events.put(event)
 
+    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0) -> None:
+        self.leases.hold(request_id, block_ids, names_of(block_ids), duration)
+
     def pull(
-        self, peer: Peer, request_id: str, local: Sequence[int], remote: Sequence[int], layout: str | None = LAYOUT
+        self,
+        peer: Peer,
+        request_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        *,
+        layout: str | None = LAYOUT,
+        first_block: int = 0,
+        block_hashes: Sequence[str] | None = None,
     ) -> None:
-        self.transport.pull(Pull(request_id, peer, request_id, tuple(local), tuple(remote), layout))
+        hashes = names_of(remote) if block_hashes is None else block_hashes
+        self.transport.pull(
+            Pull(request_id, peer, request_id, tuple(local), tuple(remote), first_block, tuple(hashes), layout)
+        )
 
     def event(self, seconds: float = PATIENCE) -> TransferEvent:
         try:
@@ -152,7 +171,7 @@ def _handler(engine: KVEngine) -> type[BaseHTTPRequestHandler]:
                 engine.num_renewed += renewed
                 self.answer(200, {"renewed": renewed})
             elif self.path == "/kv/release":
-                released = engine.leases.cancel(body["request_id"])
+                released = engine.leases.cancel(body["request_id"], body.get("claim_id"))
                 if released:
                     engine._emit(LeaseReleased(body["request_id"]))
                 self.answer(200, {"released": released})
@@ -163,7 +182,7 @@ def _handler(engine: KVEngine) -> type[BaseHTTPRequestHandler]:
             if isinstance(claim, ClaimRefused):
                 self.answer(410, {"error": {"message": claim.reason, "code": "lease_expired"}})
                 return
-            self.answer(200, {"valid_for": claim.valid_for, "block_ids": claim.block_ids})
+            self.answer(200, asdict(claim))
 
         def answer(self, status: int, body: object) -> None:
             data = json.dumps(body).encode()
@@ -316,7 +335,7 @@ def _serve(options: Options, connection: Connection) -> None:
         )
 
     commands: dict[str, Callable[..., object]] = {
-        "hold": engine.leases.hold,
+        "hold": engine.hold,
         "pull": engine.pull,
         "event": engine.event,
         "holds": engine.holds,

@@ -188,6 +188,46 @@ def test_blocks_of_another_prompt_are_not_used(prefill: Engine, decode: Engine, 
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
 
 
+@pytest.mark.parametrize(
+    "forgery", ["hashes left out", "hashes of another", "blocks of another", "reversed", "repeated"]
+)
+def test_forged_params_neither_change_an_answer_nor_poison_the_next(
+    prefill: Engine, decode: Engine, lone: Engine, forgery: str
+) -> None:
+    """Params as a client of the decode engine's own port may make them up, of those for two prompts of its own."""
+    rng = random.Random(forgery)
+    victim, prompt = rng.choices(range(300), k=4 * BLOCK), rng.choices(range(300), k=4 * BLOCK)
+    body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    held, other = (
+        prefill_leg(prefill, COMPLETIONS, body | {"prompt": each})["kv_transfer_params"] for each in (victim, prompt)
+    )
+    (blocks,) = held["remote_block_ids"]
+    forged, target = {
+        "hashes left out": ({key: held[key] for key in held if key != "remote_block_hashes"}, prompt),
+        "hashes of another": (held | {"remote_block_hashes": other["remote_block_hashes"]}, prompt),
+        "blocks of another": (other | {"remote_block_ids": [blocks]}, prompt),
+        "reversed": (held | {"remote_block_ids": [blocks[::-1]]}, victim),
+        "repeated": (held | {"remote_block_ids": [blocks[:1] * len(blocks)]}, victim),
+    }[forgery]
+
+    def tokens(engine: Engine, ids: list[int], **options: Any) -> Any:
+        return good(engine.post(COMPLETIONS, body | {"prompt": ids, "max_tokens": 12} | options))["choices"][0][
+            "token_ids"
+        ]
+
+    before = decode.metrics()
+    assert tokens(decode, target, kv_transfer_params=forged) == tokens(lone, target)
+    assert grown(before, decode.metrics(), "vllm:nixl_bytes_transferred_sum") == 0
+    # The lease that was not touched is good; then the prefix cache answers; then a longer prompt over both.
+    rest, params = (victim, held) if forged["remote_request_id"] == other["remote_request_id"] else (prompt, other)
+    assert tokens(decode, rest, kv_transfer_params=params) == tokens(lone, rest)
+    for ids in ([*victim, 7, 8], [*prompt, 7, 8]):
+        assert tokens(decode, ids) == tokens(lone, ids)
+        longer = [*ids, 9]
+        leg = prefill_leg(prefill, COMPLETIONS, body | {"prompt": longer})["kv_transfer_params"]
+        assert tokens(decode, longer, kv_transfer_params=leg) == tokens(lone, longer)
+
+
 def test_dead_address_costs_a_recompute(prefill: Engine, decode: Engine, lone: Engine) -> None:
     body = {"prompt": [9] * 50, "temperature": 0, "ignore_eos": True}
     params = prefill_leg(prefill, COMPLETIONS, body)["kv_transfer_params"]

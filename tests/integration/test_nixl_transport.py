@@ -17,7 +17,7 @@ import pytest
 from connectors import nixl
 from connectors.nixl import NixlTransport, TransportError
 from connectors.transport import Peer, PullDone, PullFailed, PullStalled
-from tests.integration.kv_engine import LAYOUT, ClaimGate, KVEngine, Options, OwnerProcess, wait_until
+from tests.integration.kv_engine import LAYOUT, ClaimGate, KVEngine, Options, OwnerProcess, names_of, wait_until
 
 SEED = 5
 TRANSPORTS = pytest.mark.parametrize("tls", [None, "tcp,self"], ids=["default", "tcp"])
@@ -109,7 +109,7 @@ def test_both_directions_at_once(tls: str | None) -> None:
         with closing(here):
             for n in range(5):
                 other.hold(f"there-{n}", lower)
-                here.leases.hold(f"here-{n}", lower, 60.0)
+                here.hold(f"here-{n}", lower)
                 other.pull(here.peer, f"here-{n}", upper, lower)
                 here.pull(other.peer, f"there-{n}", upper, lower)
                 done(here.event())
@@ -139,14 +139,33 @@ def test_refused_claim_fails_that_pull_only(owner: OwnerProcess, reader: KVEngin
     done(reader.event())
 
 
-def test_blocks_outside_the_claim_are_not_read(owner: OwnerProcess, reader: KVEngine) -> None:
-    owner.hold("two-blocks", [3, 4])
-    reader.pull(owner.peer, "two-blocks", [0, 1], [3, 5])
-    failed(reader.event(), "claim")
+@pytest.mark.parametrize(
+    ("remote", "first_block", "hashed"),
+    [
+        ([3, 5], 0, [3, 5]),
+        ([4, 3], 0, [4, 3]),
+        ([4, 3], 0, [3, 4]),
+        ([3, 3], 0, [3, 4]),
+        ([3, 4], 0, [7, 8]),
+        ([3, 4], 1, [3, 4]),
+        ([3, 64], 0, [3, 4]),
+    ],
+    ids=["others", "reversed", "swapped", "repeated", "other content", "elsewhere", "beyond"],
+)
+def test_blocks_are_read_only_where_and_as_what_the_owner_holds_them(
+    owner: OwnerProcess, reader: KVEngine, remote: list[int], first_block: int, hashed: list[int]
+) -> None:
+    name = f"forged-{remote}-{first_block}-{hashed}"
+    owner.hold(name, [3, 4, 6])
+    reader.pull(owner.peer, name, [0, 1], remote, first_block=first_block, block_hashes=names_of(hashed))
+    failed(reader.event(), "hashes")
     assert not reader.arena.any()
-    wait_until(lambda: "two-blocks" in owner.state().released)
-    reader.pull(owner.peer, "beyond", [0], [64])
-    failed(reader.event(), "claim")
+    # At once, not when the claim runs out; and the owner is not held to be broken.
+    wait_until(lambda: name in owner.state().released, 5.0)
+    owner.hold(f"honest-{name}", [3, 4, 6])
+    reader.pull(owner.peer, f"honest-{name}", [0, 1], [4, 6], first_block=1)
+    done(reader.event())
+    assert reader.holds(SEED, [0, 1], [4, 6])
 
 
 def test_wrong_layout_is_never_read(owner: OwnerProcess, reader: KVEngine) -> None:

@@ -29,7 +29,7 @@ def owner(network: FakeNetwork) -> End:
     owner = End(network, P)
     owner.memory.write(2, b"ab")
     owner.memory.write(3, b"cd")
-    owner.leases.hold("theirs", [2, 3], 30)
+    owner.leases.hold("theirs", [2, 3], ["aa", "bb"], 30)
     return owner
 
 
@@ -38,8 +38,10 @@ def reader(network: FakeNetwork) -> End:
     return End(network, Peer("d", "d.test", 1))
 
 
-def pull(peer: Peer = P, remote: tuple[int, ...] = (2, 3)) -> Pull:
-    return Pull("mine", peer, "theirs", (0, 1), remote, "x")
+def pull(
+    peer: Peer = P, remote: tuple[int, ...] = (2, 3), first: int = 0, hashes: tuple[str, ...] = ("aa", "bb")
+) -> Pull:
+    return Pull("mine", peer, "theirs", tuple(range(len(remote))), remote, first, hashes, "x")
 
 
 def test_a_pull_copies_and_releases(network: FakeNetwork, owner: End, reader: End) -> None:
@@ -77,7 +79,7 @@ def test_a_read_that_outlasts_its_claim_is_thrown_away(network: FakeNetwork, own
     [
         (Peer("p", "nowhere.test", 1), (2, 3), "handshake"),
         (Peer("p before its restart", "p.test", 1), (2, 3), "engine_id"),
-        (P, (0, 1), "claim"),
+        (P, (0, 1), "hashes"),
     ],
 )
 def test_what_is_not_there_cannot_be_read(
@@ -88,6 +90,37 @@ def test_what_is_not_there_cannot_be_read(
     (event,) = reader.events
     assert isinstance(event, PullFailed)
     assert event.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("remote", "first", "hashes"),
+    [
+        ((3, 2), 0, ("aa", "bb")),
+        ((2, 2), 0, ("aa", "bb")),
+        ((3, 2), 0, ("bb", "aa")),
+        ((2, 3), 0, ("aa", "xx")),
+        ((2, 3), 1, ("aa", "bb")),
+        ((2,), 1, ("aa",)),
+        ((3,), 0, ("bb",)),
+        ((3, 1), 1, ("bb", "cc")),
+    ],
+)
+def test_what_the_lease_does_not_hold_there_is_not_read_and_the_claim_given_back(
+    network: FakeNetwork, owner: End, reader: End, remote: tuple[int, ...], first: int, hashes: tuple[str, ...]
+) -> None:
+    reader.transport.pull(pull(P, remote, first, hashes))
+    network.advance()
+    (event,) = reader.events
+    assert isinstance(event, PullFailed)
+    assert event.reason == "hashes"
+    assert not any(reader.memory.read(0))
+    assert owner.events == [LeaseReleased("theirs")]
+
+
+def test_a_part_of_a_lease_can_be_read(network: FakeNetwork, owner: End, reader: End) -> None:
+    reader.transport.pull(pull(P, (3,), 1, ("bb",)))
+    network.advance()
+    assert (reader.memory.read(0), reader.memory.read(1)) == (b"cd", b"\0\0")
 
 
 def test_a_peer_that_dies_while_read_disconnects(network: FakeNetwork, owner: End, reader: End) -> None:
@@ -117,7 +150,7 @@ def test_messages_can_be_late_or_lost(network: FakeNetwork, owner: End, reader: 
     assert owner.events == []
     network.advance(1)
     assert owner.events == [LeaseReleased("theirs")]
-    owner.leases.hold("more", [1], 30)
+    owner.leases.hold("more", [1], ["cc"], 30)
     network.drop_messages = True
     reader.transport.release(P, "more")
     network.advance(5)

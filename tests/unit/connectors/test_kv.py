@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.wire.transfer import KVTransferParams, WireError
-from tests.fake_engines import FakeEngine, pair, settle_all
+from tests.fake_engines import FORGERIES, OF_ITS_OWN_PROMPT, FakeEngine, forge, pair, settle_all
 from tests.fake_runner import expected_output, prompt_of
 
 
@@ -62,15 +62,44 @@ def test_another_salt_loads_nothing(engines: tuple[FakeEngine, FakeEngine]) -> N
     assert d.connector.num_not_pulled == {"hashes": 1}
 
 
-def test_without_hashes_only_a_prompt_of_the_same_length_is_loaded(engines: tuple[FakeEngine, FakeEngine]) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_hashes_nothing_is_loaded(engines: tuple[FakeEngine, FakeEngine], seed: int) -> None:
     p, d = engines
     bare = p.prefill(prompt_of(10)).without("remote_block_hashes")
-    assert decode(d, prompt_of(10), bare) == 10
-    bare = p.prefill(prompt_of(10, 1)).without("remote_block_hashes")
-    assert decode(d, prompt_of(11, 1), bare) == 0
-    assert d.connector.num_not_pulled == {"length": 1}
+    assert decode(d, prompt_of(10, seed), bare) == 0
+    assert d.connector.num_not_pulled == {"hashes": 1}
     settle_all(p, d, seconds=1)
     p.check_idle()
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_params_load_nothing_and_leave_nothing_behind(
+    engines: tuple[FakeEngine, FakeEngine], forgery: str
+) -> None:
+    p, d = engines
+    victim, prompt = prompt_of(18, 1), prompt_of(18, 2)
+    forged = forge(forgery, p.prefill(victim), p.prefill(prompt))
+    target = victim if forgery in OF_ITS_OWN_PROMPT else prompt
+    assert decode(d, target, forged) == 0
+    settle_all(p, d, seconds=1)
+    assert len(p.leases) == 1, "the forged one is given back, the other one untouched"
+    for seed in (1, 2):
+        honest = [*prompt_of(18, seed), 7]
+        decode(d, honest, p.prefill(honest))
+    settle_all(p, d)
+    p.check_idle()
+    d.check_idle()
+
+
+def test_the_part_that_is_pulled_is_compared_in_its_place(engines: tuple[FakeEngine, FakeEngine]) -> None:
+    """The local cache has the start of the prompt; what follows is neither the lease's start nor all of it."""
+    p, d = engines
+    decode(d, prompt_of(18)[:9], p.prefill(prompt_of(18)[:9]))
+    params = p.prefill([*prompt_of(18), 7, 8, 9, 10])
+    assert decode(d, prompt_of(16), params) == 8
+    (_, pull) = d.transport.pulls
+    assert (pull.first_block, len(pull.block_hashes)) == (2, 2)
+    assert not d.connector.num_pulls_failed
 
 
 @pytest.mark.parametrize("kv_layout", [None, "another layout"])

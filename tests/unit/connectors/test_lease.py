@@ -16,7 +16,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def leases(clock: FakeClock) -> Leases:
     leases = Leases(claim_seconds=20, clock=clock)
-    leases.hold("a", [3, 1, 2], 30)
+    leases.hold("a", [3, 1, 2], ["aa", "bb", "cc"], 30)
     return leases
 
 
@@ -35,7 +35,7 @@ def test_a_lease_runs_out_at_its_time_exactly(leases: Leases) -> None:
 
 
 def test_shorter_leases_behind_longer_ones_run_out_first(leases: Leases) -> None:
-    leases.hold("b", [7], 5)
+    leases.hold("b", [7], ["dd"], 5)
     assert leases.expire(5) == [("b", (7,))]
     assert leases.next_expiry() == 30
 
@@ -50,7 +50,9 @@ def test_a_heartbeat_renews_for_the_whole_duration(leases: Leases, clock: FakeCl
 
 def test_a_claim_replaces_the_lease_time(leases: Leases, clock: FakeClock) -> None:
     clock.now = 29
-    assert leases.claim("a") == Claim(20, (3, 1, 2))
+    claim = leases.claim("a")
+    assert isinstance(claim, Claim)
+    assert (claim.valid_for, claim.block_ids, claim.block_hashes) == (20, (3, 1, 2), ("aa", "bb", "cc"))
     assert leases.next_expiry() == 49
     leases.renew(["a"])
     assert leases.next_expiry() == 49, "a heartbeat does not extend a claim"
@@ -73,13 +75,35 @@ def test_what_ran_out_cannot_be_claimed(leases: Leases, clock: FakeClock) -> Non
 
 
 def test_cancelling_refuses_later_claims_and_spares_earlier_ones(leases: Leases) -> None:
-    leases.hold("b", [7], 30)
+    leases.hold("b", [7], ["dd"], 30)
     leases.claim("b")
     assert leases.cancel("a") is True
     assert leases.cancel("a") is False
     assert leases.claim("a") == ClaimRefused("cancelled")
     assert leases.cancel("b") is False, "its reader may be at work"
     assert leases.release("a") == (3, 1, 2)
+
+
+def test_blocks_that_hold_nothing_are_kept_but_not_offered(leases: Leases) -> None:
+    leases.hold("b", [7, 8, 9], ["dd"], 30)
+    claim = leases.claim("b")
+    assert isinstance(claim, Claim)
+    assert (claim.block_ids, claim.block_hashes) == ((7,), ("dd",))
+    assert leases.release("b") == (7, 8, 9)
+
+
+def test_only_the_holder_of_a_claim_can_give_it_back(leases: Leases) -> None:
+    leases.hold("b", [7], ["dd"], 30)
+    claim, other = leases.claim("a"), leases.claim("b")
+    assert isinstance(claim, Claim)
+    assert isinstance(other, Claim)
+    assert leases.cancel("a") is False
+    assert leases.cancel("a", other.claim_id) is False
+    assert leases.cancel("a", claim.claim_id) is True
+    assert leases.cancel("a", claim.claim_id) is False, "one release"
+    assert leases.release("a") == (3, 1, 2)
+    leases.hold("c", [8], ["ee"], 30)
+    assert leases.cancel("c", claim.claim_id) is False, "not claimed"
 
 
 def test_one_of_many_threads_gets_the_claim(leases: Leases) -> None:

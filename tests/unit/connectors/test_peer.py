@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from connectors import lane as lane_module
 from connectors.lane import MAX_QUEUED, Lane
 from connectors.peer import MAX_ANSWER_BYTES, AgentInfo, BadAnswer, PeerClient, PeerError, PeerUnreachable, Refused
 
@@ -29,7 +30,7 @@ INFO = {
     "memory": "DRAM",
     "device_id": 0,
 }
-CLAIM = {"valid_for": 25.0, "block_ids": [1, 2]}
+CLAIM = {"valid_for": 25.0, "block_ids": [2, 1], "block_hashes": ["aa", "bb"], "claim_id": "c"}
 
 
 def http(body: object, status: str = "200 OK", headers: str = "") -> bytes:
@@ -89,25 +90,35 @@ def server(*scripts: Callable[[socket.socket], None] | bytes) -> Iterator[tuple[
     assert not thread.is_alive()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = soon()
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
+
+
 def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
 
 
 def test_every_exchange_over_one_connection() -> None:
-    answers = iter([INFO, CLAIM, {"renewed": 2}, {"released": True}])
+    answers = iter([INFO, CLAIM, {"renewed": 2}, {"released": True}, {"released": True}])
     with server(lambda connection: connection.sendall(http(next(answers)))) as (client, requests):
         info = client.agent(soon())
         assert info.agent_metadata == b"\x00opaque"
         assert info.to_json() == INFO
         before = time.monotonic()
         claim = client.claim("engine", "r-1", "reader", soon())
-        assert claim.block_ids == {1, 2}
+        assert (claim.block_ids, claim.block_hashes, claim.claim_id) == ((2, 1), ("aa", "bb"), "c")
         assert before <= claim.sent_at <= time.monotonic()
         assert claim.valid_until == claim.sent_at + 25.0
         assert client.renew("engine", ["r-1", "r-2"], soon()) == 2
         assert client.release("engine", "r-1", soon())
+        assert client.release("engine", "r-1", soon(), "c")
     lines = [request.split(b" HTTP/1.1")[0] for request in requests]
-    assert lines == [b"GET /kv/agent", b"POST /kv/claim", b"POST /kv/renew", b"POST /kv/release"]
+    assert lines == [b"GET /kv/agent", b"POST /kv/claim", b"POST /kv/renew", *[b"POST /kv/release"] * 2]
+    assert json.loads(requests[3].splitlines()[-1]) == {"engine_id": "engine", "request_id": "r-1"}
+    assert json.loads(requests[4].splitlines()[-1]) == {"engine_id": "engine", "request_id": "r-1", "claim_id": "c"}
     assert json.loads(requests[1].splitlines()[-1]) == {
         "engine_id": "engine", "request_id": "r-1", "reader": "reader",
     }  # fmt: skip
@@ -150,15 +161,25 @@ BAD_CLAIMS: list[Any] = [
     "text",
     {},
     {"valid_for": 25.0},
-    {"valid_for": "25", "block_ids": []},
-    {"valid_for": True, "block_ids": []},
-    {"valid_for": 0, "block_ids": []},
-    {"valid_for": -1.0, "block_ids": []},
-    {"valid_for": 1e9, "block_ids": []},
-    {"valid_for": 1.0, "block_ids": [-1]},
-    {"valid_for": 1.0, "block_ids": [1.0]},
-    {"valid_for": 1.0, "block_ids": [True]},
-    {"valid_for": 1.0, "block_ids": {"0": 1}},
+    *(
+        CLAIM | change
+        for change in (
+            {"valid_for": "25"},
+            {"valid_for": True},
+            {"valid_for": 0},
+            {"valid_for": -1.0},
+            {"valid_for": 1e9},
+            {"block_ids": [-1]},
+            {"block_ids": [1.0]},
+            {"block_ids": [True]},
+            {"block_ids": {"0": 1}},
+            {"block_hashes": None},
+            {"block_hashes": [1]},
+            {"block_hashes": "aabb"},
+            {"claim_id": ""},
+            {"claim_id": 1},
+        )
+    ),
 ]
 
 
@@ -313,6 +334,23 @@ def test_lane_fails_what_queues_behind_a_hanging_exchange_together_with_it() -> 
         lane.close()
         lane.join(5)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("peer-")]
+
+
+def test_an_idle_lane_ends_its_thread_and_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "IDLE_SECONDS", 0.01)
+    answers: SimpleQueue[object] = SimpleQueue()
+    with server(*[lambda connection: connection.sendall(http(INFO))] * 2) as (client, requests):
+        lane = Lane(client._host, client._port)
+        for _ in range(2):
+            lane.call(lambda client, deadline: client.agent(deadline), 5.0, answers.put)
+            assert isinstance(answers.get(timeout=5), AgentInfo)
+            until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("peer-")])
+            assert lane.idle
+        assert len(requests) == 2
+        lane.close()
+        lane.join(5)
+        lane.call(lambda client, deadline: client.agent(deadline), 5.0, answers.put)
+        assert isinstance(answers.get(timeout=5), PeerUnreachable), "closed"
 
 
 def test_lane_is_bounded_and_can_be_broken_off() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from connectors import puller as puller_module
 from connectors.agent import AgentError, PeerLost
 from connectors.peer import AgentInfo
-from connectors.puller import Puller
+from connectors.puller import MAX_PEERS, Puller
 from connectors.transport import Peer, Pull, PullDone, PullFailed, PullStalled
 
 ME = AgentInfo(
@@ -31,6 +33,9 @@ ME = AgentInfo(
     device_id=0,
 )
 OWNER = ME.model_copy(update={"engine_id": "owner", "agent_name": "owners-agent"})
+
+HASHES = [f"{block:032x}" for block in range(8)]
+UNCLAIM = {"engine_id": "owner", "request_id": "owners-r", "claim_id": "the-claim"}
 
 
 class FakeRead:
@@ -54,7 +59,6 @@ class FakeAgent:
 
     def __init__(self) -> None:
         self.reads: list[FakeRead] = []
-        self.notified: list[bytes] = []
         self.num_links = 0
         self.refuses: Exception | None = None
         self.before_read: Callable[[], None] = lambda: None
@@ -70,9 +74,6 @@ class FakeAgent:
         self.reads.append(FakeRead())
         return self.reads[-1]
 
-    def notify(self, notification: bytes) -> None:
-        self.notified.append(notification)
-
     def disconnect(self) -> None:
         assert all(read.released for read in self.reads), "disconnected with reads under way"
         self.num_links -= 1
@@ -80,7 +81,15 @@ class FakeAgent:
 
 class Bench:
     def __init__(self) -> None:
-        self.claim: dict[str, Any] = {"valid_for": 30.0, "block_ids": list(range(8))}
+        self.claim: dict[str, Any] = {
+            "valid_for": 30.0,
+            "block_ids": list(range(8)),
+            "block_hashes": HASHES,
+            "claim_id": "the-claim",
+        }
+        self.released: list[dict[str, str]] = []
+        self.claimed: Callable[[], None] = lambda: None
+        """What happens before a claim is answered."""
         self.agent = FakeAgent()
         self.events: list[Any] = []
         self.actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -108,8 +117,13 @@ class Bench:
                 self.answer(OWNER.to_json())
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.answer(bench.claim)
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/kv/claim":
+                    bench.claimed()
+                    self.answer(bench.claim)
+                else:
+                    bench.released.append(body)
+                    self.answer({"released": True})
 
             def answer(self, body: object) -> None:
                 data = json.dumps(body).encode()
@@ -123,8 +137,18 @@ class Bench:
 
         return Handler
 
-    def pull(self, name: str = "r", blocks: Sequence[int] = (0, 1)) -> None:
-        self.puller.pull(Pull(name, self.peer, f"owners-{name}", tuple(blocks), tuple(blocks), "layout"))
+    def pull(self, name: str = "r", blocks: Sequence[int] = (0, 1), peer: Peer | None = None, **changes: Any) -> None:
+        pull = Pull(
+            request_id=name,
+            peer=peer or self.peer,
+            remote_request_id=f"owners-{name}",
+            local_block_ids=tuple(range(len(blocks))),
+            remote_block_ids=tuple(blocks),
+            first_block=blocks[0],
+            block_hashes=tuple(HASHES[block] for block in blocks),
+            kv_layout="layout",
+        )
+        self.puller.pull(replace(pull, **changes))
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -194,8 +218,72 @@ def test_a_claim_that_ran_out_before_the_read_is_given_back(bench: Bench, monkey
     bench.pull()
     bench.until(lambda: bool(bench.events))
     assert bench.events[0].reason == "expired"
-    assert bench.agent.notified == [b"done:owners-r"]
+    bench.until(lambda: bench.released == [UNCLAIM])
     assert not bench.agent.reads
+
+
+@pytest.mark.parametrize(
+    ("remote", "first", "hashed"),
+    [
+        ((1, 0), 0, (0, 1)),
+        ((1, 0), 0, (1, 0)),
+        ((0, 0), 0, (0, 0)),
+        ((0, 0), 0, (0, 1)),
+        ((0, 1), 0, (0, 2)),
+        ((0, 1), 0, ()),
+        ((0, 1), 1, (0, 1)),
+        ((0, 1), 1, (1, 2)),
+        ((7, 8), 7, (7, 7)),
+        ((8, 9), 8, ()),
+    ],
+)
+def test_a_lease_that_does_not_hold_what_is_wanted_is_given_back_unread(
+    bench: Bench, remote: tuple[int, ...], first: int, hashed: tuple[int, ...]
+) -> None:
+    hashes = tuple(HASHES[block] for block in hashed)
+    bench.pull(remote_block_ids=remote, first_block=first, block_hashes=hashes)
+    bench.until(lambda: bool(bench.events))
+    assert [event.reason for event in bench.events] == ["hashes"]
+    bench.until(lambda: bench.released == [UNCLAIM])
+    assert not bench.agent.reads
+    assert bench.reading("next"), "the peer is not held to be broken"
+
+
+def test_blocks_beyond_the_peers_memory_are_not_read_whatever_it_says(bench: Bench) -> None:
+    bench.claim["block_ids"] = [100, 101]
+    bench.pull(blocks=(0, 1), remote_block_ids=(100, 101))
+    bench.until(lambda: bool(bench.events))
+    assert [event.reason for event in bench.events] == ["claim"]
+    bench.until(lambda: bench.released == [UNCLAIM])
+
+
+def test_a_claim_granted_too_late_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = threading.Event(), threading.Event()
+    bench.claimed = lambda: (asked.set(), answer.wait(5), None)[-1]
+    bench.pull()
+    bench.until(asked.is_set)
+    with monkeypatch.context() as patch:
+        now = time.monotonic
+        patch.setattr(puller_module, "EXCHANGE_SLACK", 0.0)
+        patch.setattr(time, "monotonic", lambda: now() + 3.5)
+        bench.puller.poll()
+    assert [event.reason for event in bench.events] == ["claim"]
+    answer.set()
+    bench.until(lambda: bench.released == [UNCLAIM])
+    assert not bench.agent.reads
+
+
+def test_a_claim_granted_while_closing_is_given_back(bench: Bench) -> None:
+    asked, answer = threading.Event(), threading.Event()
+    bench.claimed = lambda: (asked.set(), answer.wait(5), None)[-1]
+    bench.pull()
+    bench.until(asked.is_set)
+    lanes = bench.puller.close()
+    answer.set()
+    for lane in lanes:
+        lane.join(5)
+    assert [event.reason for event in bench.events] == ["transfer"]
+    assert bench.released == [UNCLAIM]
 
 
 def test_a_stalled_read_is_not_released_before_it_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +370,40 @@ def test_idle_peers_are_forgotten_but_not_in_the_middle_of_a_pull(
     bench.puller.forget_idle()
     bench.step()
     assert (bench.puller.num_peers, bench.agent.num_links) == (0, 0)
+
+
+def invented(number: int, bench: Bench) -> Peer:
+    return Peer(f"invented-{number}", bench.peer.host, bench.peer.port)
+
+
+def test_invented_peers_cost_a_bounded_number_of_threads_and_no_real_peer(bench: Bench) -> None:
+    bench.reading().state = True
+    bench.until(lambda: bool(bench.events))
+    for number in range(3 * MAX_PEERS):
+        bench.pull(f"forged-{number}", peer=invented(number, bench))
+        bench.until(lambda count=number + 2: len(bench.events) == count)
+        assert bench.events[-1].reason == "engine_id"
+        assert bench.puller.num_peers <= MAX_PEERS
+    assert sum(thread.name.startswith("peer-") for thread in threading.enumerate()) <= MAX_PEERS + 1
+    num_links = bench.agent.num_links
+    bench.reading("again")
+    assert bench.agent.num_links == num_links == 1, "the link was kept"
+
+
+def test_when_all_peers_are_busy_others_wait_for_nothing(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for number in range(MAX_PEERS):
+            bench.puller.release(Peer(f"hangs-{number}", "127.0.0.1", port), "x")
+        bench.pull()
+        assert [event.reason for event in bench.events] == ["handshake"]
+        bench.puller.renew(bench.peer, ["x"])
+        bench.puller.release(bench.peer, "x")
+        assert bench.puller.num_messages_dropped == 2
+        assert bench.puller.num_peers == MAX_PEERS
+        # They do not hang for ever.
+        bench.until(lambda: any(peer.lane.idle for peer in bench.puller._peers.values()))
+        bench.reading()
 
 
 def test_nothing_starts_after_close(bench: Bench) -> None:

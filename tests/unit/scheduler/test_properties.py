@@ -7,6 +7,7 @@ that is not the request's own, and at the end every answer is that of a lone col
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cache
 
@@ -16,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from connectors.fake import FakeNetwork, Fault
 from connectors.kv import KVConnector
-from connectors.wire.transfer import KVTransferParams
+from connectors.wire.transfer import KVTransferParams, WireError
 from engine.messages import Stop
 from engine.request import Request, RequestStatus
-from tests.fake_engines import CLAIM_SECONDS, LEASE_SECONDS, FakeEngine
+from tests.fake_engines import CLAIM_SECONDS, FORGERIES, LEASE_SECONDS, OF_ITS_OWN_PROMPT, FakeEngine, forge
 from tests.fake_runner import prompt_of
 
 FAMILIES = [prompt_of(24, seed) for seed in (11, 12)]
@@ -116,6 +117,21 @@ class Handoffs(RuleBasedStateMachine):
         if data.draw(st.integers(0, 5)):
             self.legs.remove(leg)
         self.hand_over(leg, sampling, suffix, strip=strip)
+
+    @precondition(lambda self: len([leg for leg in self.legs if leg.request_id in self.p.finals]) > 1)
+    @rule(data=st.data(), sampling=SAMPLING, forgery=st.sampled_from(FORGERIES), suffix=st.lists(st.integers(2, 9)))
+    def forged_leg(self, data: st.DataObject, sampling: dict[str, object], forgery: str, suffix: list[int]) -> None:
+        """A client of the decode engine's own port, with params made of those for two prompts."""
+        legs = [leg for leg in self.legs if leg.request_id in self.p.finals]
+        leg, other = data.draw(st.permutations(legs))[:2]
+        params, others = (self.p.final(each).kv_transfer_params for each in (leg, other))
+        if params is None or others is None or not params.remote_num_tokens or not others.remote_num_tokens:
+            return
+        forged = forge(forgery, params, others)
+        with contextlib.suppress(WireError):
+            self.d.connector.check(forged)
+            victim = leg if forgery in OF_ITS_OWN_PROMPT else other
+            self.submit(self.d, [*victim.prompt_token_ids, *suffix], sampling, params=forged)
 
     def hand_over(self, leg: Request, sampling: dict[str, object], suffix: Sequence[int] = (), *, strip: bool) -> None:
         params = self.p.final(leg).kv_transfer_params
