@@ -3,8 +3,9 @@
     python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3]
 
 Rounds alternate between a probe of the machine, our runner and transformers, for each line of the table; each figure
-is the median over the rounds. "of limit" compares prefill with the matrix-product rate, decode with the read
-bandwidth, both from the probes next to it.
+is the median over the rounds. "of limit" is the time the machine would need at the least, over the time taken: all
+operations at the matrix-product rate, or all weights and KV at the read bandwidth, whichever is longer (named), by the
+probes taken just before and after.
 """
 
 from __future__ import annotations
@@ -123,10 +124,15 @@ class Line:
     name: str
     tokens: int
     """Per measured unit: a prefill, or a step."""
-    work: float
-    """Floating-point operations of a prefill, bytes read by a step."""
+    flops: float
+    read_bytes: float
+    """Weights and KV."""
     decode: bool
     prompts: list[list[int]]
+
+    def least_time(self, gemm_flops: float, read_bytes: float) -> tuple[float, str]:
+        """Seconds on a machine of these rates, and which of them it is that matters."""
+        return max((self.flops / gemm_flops, "gemm"), (self.read_bytes / read_bytes, "read"))
 
     def measure(self, engine: Ours | Theirs) -> float:
         return engine.decode(self.prompts) if self.decode else engine.prefill(self.prompts[0])
@@ -146,12 +152,14 @@ def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int) -> lis
     for length in PREFILL_LENGTHS:
         # Scores and weighted values, each over half of the square.
         attention = 2 * config.num_layers * width * length**2
-        found.append(Line(f"prefill {length}", length, 2 * matrices * length + attention, False, [prompt(length)]))
+        flops, read = 2 * matrices * length + attention, (matrices + head) * itemsize
+        found.append(Line(f"prefill {length}", length, flops, read, False, [prompt(length)]))
     for batch in DECODE_BATCHES:
         context = DECODE_CONTEXT + DECODE_STEPS // 2
         read = (matrices + head) * itemsize + batch * context * kv_bytes
         prompts = [prompt(DECODE_CONTEXT) for _ in range(batch)]
-        found.append(Line(f"decode batch {batch}, context {DECODE_CONTEXT}", batch, read, True, prompts))
+        flops = 2 * batch * (matrices + head) + 4 * batch * context * config.num_layers * width
+        found.append(Line(f"decode batch {batch}, context {DECODE_CONTEXT}", batch, flops, read, True, prompts))
     return found
 
 
@@ -187,7 +195,7 @@ def main() -> None:
 
     print(f"{provenance()} · torch {torch.__version__}")
     print(f"{loaded.name} · {arguments.dtype} · {arguments.threads} threads · {arguments.rounds} rounds, medians\n")
-    print(f"{'':28}{'tok/s':>9}{'of limit':>10}{'transformers':>14}{'ratio':>8}")
+    print(f"{'':28}{'tok/s':>9}{'of limit':>15}{'transformers':>14}{'ratio':>8}")
     for line in table:
         shares, our_times, their_times = [], [], []
         line.measure(ours)  # warm
@@ -195,11 +203,12 @@ def main() -> None:
             probe.sample()
             our_times.append(line.measure(ours))
             probe.sample()
-            rates = probe.read_bytes if line.decode else probe.gemm_flops
-            shares.append(line.work / our_times[-1] / max(rates[-2:]))
+            least, limit = line.least_time(max(probe.gemm_flops[-2:]), max(probe.read_bytes[-2:]))
+            shares.append(least / our_times[-1])
             if theirs is not None:
                 their_times.append(line.measure(theirs))
-        row = f"{line.name:28}{line.tokens / statistics.median(our_times):>9.1f}{statistics.median(shares):>10.2f}"
+        share = f"{statistics.median(shares):.2f} {limit}"
+        row = f"{line.name:28}{line.tokens / statistics.median(our_times):>9.1f}{share:>15}"
         if their_times:
             ratio = statistics.median(their / our for our, their in zip(our_times, their_times, strict=True))
             row += f"{line.tokens / statistics.median(their_times):>14.1f}{ratio:>7.1f}x"

@@ -1,6 +1,4 @@
-// The small operations between two matrix products, each in one pass. A is the type of activations.
-#include <cmath>
-
+// The small operations between two matrix products that are not fused with them. A is the type of activations.
 #include "simd.h"
 
 namespace {
@@ -14,11 +12,7 @@ void rms_norm(const A* x, int64_t rows, int64_t size, const float* weight, float
         const A* from = x + r * size;
         A* to = out + r * size;
         const int64_t whole = size / LANES * LANES;
-        vec squares{};
-        for (int64_t i = 0; i < whole; i += LANES) squares += load(from + i) * load(from + i);
-        float total = sum(squares);
-        for (int64_t i = whole; i < size; i++) total += widen(from[i]) * widen(from[i]);
-        const float scale = 1.0f / std::sqrt(total / float(size) + eps);
+        const float scale = rms_scale(from, size, eps);
         for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(from + i) * scale * load(weight + i));
         for (int64_t i = whole; i < size; i++) narrow(widen(from[i]) * scale * weight[i], to + i);
     }
@@ -31,10 +25,7 @@ void silu_and_mul(const A* gate_up, int64_t rows, int64_t size, A* out) {
         const A *gate = gate_up + 2 * r * size, *up = gate + size;
         A* to = out + r * size;
         const int64_t whole = size / LANES * LANES;
-        for (int64_t i = 0; i < whole; i += LANES) {
-            const vec x = load(gate + i);
-            store(to + i, x / (1.0f + exp(-x)) * load(up + i));
-        }
+        for (int64_t i = 0; i < whole; i += LANES) store(to + i, silu(load(gate + i)) * load(up + i));
         for (int64_t i = whole; i < size; i++) {
             const float x = widen(gate[i]);
             narrow(x / (1.0f + std::exp(-x)) * widen(up[i]), to + i);

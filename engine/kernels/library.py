@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 _SUFFIX = {_F32: "f32", _BF16: "bf16"}
 _ATTENTION = ((_F32, _F32), (_F32, _BF16), (_BF16, _BF16))
 """Dtypes of activations and of the cache that the attention kernels are compiled for."""
+
+
+class _LinearStruct(ctypes.Structure):
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("gated", c_int32),
+        ("features", c_int64),
+        ("columns", c_int64),
+    )
 
 
 class _CacheStruct(ctypes.Structure):
@@ -33,8 +45,6 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, openmp: ctypes.CDLL) -> None:
         self.lanes: int = library.simd_lanes()
         """Floats per vector register; head sizes must be a multiple of it."""
-        self.panel: int = library.linear_width()
-        """Output columns that packed weights are padded to a multiple of."""
         self._set_num_threads = openmp.omp_set_num_threads
 
         def function(name: str, *arguments: type) -> Callable[..., None]:
@@ -45,8 +55,10 @@ class Kernels:
         p, i, f = c_void_p, c_int64, c_float
         self._rms_norm = {t: function(f"rms_norm_{s}", p, i, i, p, f, p) for t, s in _SUFFIX.items()}
         self._silu_and_mul = {t: function(f"silu_and_mul_{s}", p, i, i, p) for t, s in _SUFFIX.items()}
-        self._linear_pack = {t: function(f"linear_pack_{s}", p, i, i, p) for t, s in _SUFFIX.items()}
-        self._linear = {t: function(f"linear_{s}", p, i, i, p, p, i, p) for t, s in _SUFFIX.items()}
+        self._linear_pack = {t: function(f"linear_pack_{s}", p, p, p) for t, s in _SUFFIX.items()}
+        self._linear = {t: function(f"linear_{s}", p, p, i, p, p) for t, s in _SUFFIX.items()}
+        self._linear_packed_size = library.linear_packed_size
+        self._linear_packed_size.argtypes, self._linear_packed_size.restype = (p,), i
         suffixes = {(a, c): f"{_SUFFIX[a]}_{_SUFFIX[c]}" for a, c in _ATTENTION}
         self._rope_store = {k: function(f"rope_store_{s}", p, i, p, i, i, p, p, p) for k, s in suffixes.items()}
         self._gather = {k: function(f"gather_{s}", p, i, p, i, p) for k, s in suffixes.items()}
@@ -72,15 +84,22 @@ class Kernels:
         self._silu_and_mul[gate_up.dtype](gate_up.data_ptr(), rows, size, out.data_ptr())
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """`weight`, [out_features, in_features] float32 or bfloat16, as a product with float32 rows."""
-        columns, features = weight.shape
-        padded = -(-columns // self.panel) * self.panel
-        packed = torch.empty(padded * features, dtype=weight.dtype)
-        self._linear_pack[weight.dtype](weight.contiguous().data_ptr(), columns, features, packed.data_ptr())
-        return PackedLinear(
-            self._linear[weight.dtype], packed, columns, features, None if bias is None else bias.float()
-        )
+    def pack_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """A product with `weight`, [out_features, in_features] float32 or bfloat16.
+
+        norm: float32 weight of an RMSNorm of the input. gated: the weight is two halves, the result
+        silu(first half) * second half.
+        """
+        assert not (gated and bias is not None)
+        return PackedLinear(self, weight, bias, norm, eps, gated)
 
     def attention_for(self, cache: KVCache, activations: torch.dtype, num_heads: int) -> AttentionKernels | None:
         """The kernels for one cache, or None if its dtype or head size is not among those compiled."""
@@ -94,24 +113,34 @@ class PackedLinear:
     """[rows, in_features] float32 -> [rows, out_features] float32."""
 
     def __init__(
-        self, function: Callable[..., None], packed: Tensor, columns: int, features: int, bias: Tensor | None
+        self, kernels: Kernels, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, gated: bool
     ) -> None:
-        self._function = function
-        self._packed = packed
-        self._bias = bias
-        self._columns = columns
-        self._features = features
+        self._features = weight.shape[1]
+        self._columns = weight.shape[0] // 2 if gated else weight.shape[0]
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._norm = None if norm is None else norm.contiguous()
+        self._function = kernels._linear[weight.dtype]
+        struct = _LinearStruct(
+            None, _address(self._bias), _address(self._norm), eps, gated, self._features, self._columns
+        )
+        self._struct = struct
+        self._pointer = ctypes.addressof(struct)
+        self._packed = torch.empty(kernels._linear_packed_size(self._pointer), dtype=weight.dtype)
+        kernels._linear_pack[weight.dtype](self._pointer, weight.contiguous().data_ptr(), self._packed.data_ptr())
+        struct.packed = self._packed.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The product, plus `residual` [rows, out_features]."""
         assert x.is_contiguous()
         assert x.dtype == torch.float32
         assert x.shape[1] == self._features
         out = x.new_empty(x.shape[0], self._columns)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        self._function(
-            x.data_ptr(), x.shape[0], self._features, self._packed.data_ptr(), bias, self._columns, out.data_ptr()
-        )
+        self._function(self._pointer, x.data_ptr(), x.shape[0], _address(residual), out.data_ptr())
         return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class AttentionKernels:

@@ -1,49 +1,73 @@
-// x @ weight.T for weights packed once: at the speed of memory for a few rows, of the arithmetic units for many.
+// norm(x) @ weight.T and what follows it, for weights packed once: at the speed of memory for a few rows, of the
+// arithmetic units for many.
 //
 // Packed: panels of WIDTH output columns; within a panel, for each input feature, its WIDTH weights side by side. The
 // same panels serve every number of rows. Weights may be bfloat16, widened as they are loaded: half the memory traffic
 // and the full float32 arithmetic, which is what a machine without bfloat16 instructions wants.
+//
+// Norm, activation and residual are done while a row is packed and while a tile is still in the cache, not because they
+// cost much by themselves: weights streaming through the caches make every further call from Python a cold one.
+#include <omp.h>
+
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "simd.h"
 
+extern "C" {
+
+struct Linear {
+    const void* packed;
+    const float* bias;  // [columns] or null
+    const float* norm;  // [features] or null: RMSNorm of each row of x first
+    float eps;
+    int32_t gated;  // the weight is [2 * columns, features] and the result silu(first half) * second half
+    int64_t features, columns;
+};
+}
+
 namespace {
 
 constexpr int WIDTH = 2 * LANES;
-constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // rows of one tile: its accumulators just fit the registers
-constexpr int DEPTH = 256;                      // input features per pass: a panel's piece stays in the first-level cache
+constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // rows of one tile: its sums just fit the registers
+constexpr int DEPTH = 192;                      // features per pass: a panel's piece stays in the first-level cache
 constexpr int CHUNK = 96;                       // rows per pass over the weights: their inputs stay in the second-level cache
 
-// acc[ROWS][WIDTH] += a[depth][ROWS] * b[depth][WIDTH]
+int64_t panel_count(const Linear& l) {
+    const int64_t width = l.gated ? LANES : WIDTH;
+    return (l.columns + width - 1) / width;
+}
+
+// sums[ROWS][WIDTH] += a[depth][ROWS] * b[depth][WIDTH], meanwhile fetching from `ahead`, `step` bytes per feature.
 template <int ROWS, typename W>
-void tile(const float* a, const W* b, int depth, float* acc) {
-    vec sums[ROWS][2];
+void tile(const float* a, const W* b, int depth, float* sums, const char* ahead, int step) {
+    vec s[ROWS][2];
     for (int r = 0; r < ROWS; r++) {
-        sums[r][0] = load(acc + r * WIDTH);
-        sums[r][1] = load(acc + r * WIDTH + LANES);
+        s[r][0] = load(sums + r * WIDTH);
+        s[r][1] = load(sums + r * WIDTH + LANES);
     }
     for (int k = 0; k < depth; k++) {
-        __builtin_prefetch(b + (k + 16) * WIDTH);
-        vec b0 = load(b + k * WIDTH), b1 = load(b + k * WIDTH + LANES);
+        __builtin_prefetch(ahead + k * step);
+        const vec b0 = load(b + k * WIDTH), b1 = load(b + k * WIDTH + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
-            vec x = splat(a[k * ROWS + r]);
-            sums[r][0] += x * b0;
-            sums[r][1] += x * b1;
+            const vec x = splat(a[k * ROWS + r]);
+            s[r][0] += x * b0;
+            s[r][1] += x * b1;
         }
     }
     for (int r = 0; r < ROWS; r++) {
-        store(acc + r * WIDTH, sums[r][0]);
-        store(acc + r * WIDTH + LANES, sums[r][1]);
+        store(sums + r * WIDTH, s[r][0]);
+        store(sums + r * WIDTH + LANES, s[r][1]);
     }
 }
 
 template <int ROWS = MAX_ROWS, typename W>
-void run_tile(int rows, const float* a, const W* b, int depth, float* acc) {
+void run_tile(int rows, const float* a, const W* b, int depth, float* sums, const char* ahead, int step) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return tile<ROWS>(a, b, depth, acc);
-        run_tile<ROWS - 1>(rows, a, b, depth, acc);
+        if (rows == ROWS) return tile<ROWS>(a, b, depth, sums, ahead, step);
+        run_tile<ROWS - 1>(rows, a, b, depth, sums, ahead, step);
     }
 }
 
@@ -54,98 +78,128 @@ struct Tiles {
     int64_t start(int64_t i) const { return i * (rows / count) + std::min(i, rows % count); }
 };
 
+// Rows of x, normed, as [features][rows].
+void pack_rows(const Linear& l, const float* x, int64_t rows, float* to) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float* from = x + r * l.features;
+        if (!l.norm) {
+            for (int64_t k = 0; k < l.features; k++) to[k * rows + r] = from[k];
+            continue;
+        }
+        const float scale = rms_scale(from, l.features, l.eps);
+        for (int64_t k = 0; k < l.features; k++) to[k * rows + r] = from[k] * scale * l.norm[k];
+    }
+}
+
+// One row of a panel's sums to its place in the result.
+void finish(const Linear& l, int64_t panel, const float* sums, const float* residual, float* out) {
+    float result[WIDTH];
+    int64_t column = panel * WIDTH;
+    int width = WIDTH;
+    if (l.gated) {
+        column = panel * LANES;
+        width = LANES;
+        store(result, silu(load(sums)) * load(sums + LANES));
+    } else {
+        std::copy(sums, sums + WIDTH, result);
+    }
+    width = int(std::min<int64_t>(width, l.columns - column));
+    for (int c = 0; c < width; c++) {
+        if (l.bias) result[c] += l.bias[column + c];
+        if (residual) result[c] += residual[column + c];
+        out[column + c] = result[c];
+    }
+}
+
 template <typename W>
-void linear(const float* x, int64_t rows, int64_t features, const W* packed, const float* bias, int64_t columns,
-            float* out) {
-    const int64_t panels = (columns + WIDTH - 1) / WIDTH;
+void linear(const Linear& l, const float* x, int64_t rows, const float* residual, float* out) {
     static thread_local std::unique_ptr<float[]> buffer;
     static thread_local int64_t buffer_size = 0;
-    if (buffer_size < rows * features) {
-        buffer_size = rows * features;
+    if (buffer_size < rows * l.features) {
+        buffer_size = rows * l.features;
         buffer.reset(new float[buffer_size]);
     }
-    float* a = buffer.get();  // each tile transposed: [features][rows of the tile]
+    float* const a = buffer.get();
+    const int64_t features = l.features, panels = panel_count(l);
     const Tiles tiles(rows);
+    const int64_t tiles_per_chunk = CHUNK / MAX_ROWS;
 #pragma omp parallel
     {
 #pragma omp for
         for (int64_t t = 0; t < tiles.count; t++) {
-            const int64_t first = tiles.start(t), n = tiles.start(t + 1) - first;
-            float* to = a + first * features;
-            for (int64_t r = 0; r < n; r++) {
-                const float* from = x + (first + r) * features;
-                for (int64_t k = 0; k < features; k++) to[k * n + r] = from[k];
-            }
+            const int64_t first = tiles.start(t);
+            pack_rows(l, x + first * features, tiles.start(t + 1) - first, a + first * features);
         }
-        alignas(64) float acc[CHUNK * WIDTH], wide[DEPTH * WIDTH];
-        const int64_t tiles_per_chunk = CHUNK / MAX_ROWS;
+        alignas(64) float sums[CHUNK * WIDTH], wide[DEPTH * WIDTH];
+        // A few rows: long runs of neighbouring panels, so that what is fetched ahead is what comes next.
+        const int64_t grain = tiles.count > 4 ? 1 : std::max<int64_t>(1, panels / (2 * omp_get_num_threads()));
         for (int64_t chunk = 0; chunk < tiles.count; chunk += tiles_per_chunk) {
-            const int64_t end = std::min(chunk + tiles_per_chunk, tiles.count);
-            const int64_t first = tiles.start(chunk);
-#pragma omp for nowait schedule(dynamic)
+            const int64_t end = std::min(chunk + tiles_per_chunk, tiles.count), count = end - chunk;
+            const int64_t first = tiles.start(chunk), last = tiles.start(end);
+            // While a piece is in use for the second time and later, memory would be idle: each tile fetches its share of
+            // the next piece. With one tile there is no such time.
+            const int step = count == 1 ? 0 : int(WIDTH * sizeof(W) / count);
+#pragma omp for nowait schedule(dynamic, grain)
             for (int64_t panel = 0; panel < panels; panel++) {
-                const W* b = packed + panel * features * WIDTH;
-                std::fill(acc, acc + (tiles.start(end) - first) * WIDTH, 0.0f);
+                const W* b = (const W*)l.packed + panel * features * WIDTH;
+                std::fill(sums, sums + (last - first) * WIDTH, 0.0f);
                 for (int64_t k = 0; k < features; k += DEPTH) {
                     const int depth = int(std::min<int64_t>(DEPTH, features - k));
-                    auto run_tiles = [&](const auto* piece) {
+                    const W* piece = b + k * WIDTH;
+                    auto run_tiles = [&](const auto* weights) {
                         for (int64_t t = chunk; t < end; t++) {
                             const int64_t row = tiles.start(t), n = tiles.start(t + 1) - row;
-                            run_tile(int(n), a + row * features + k * n, piece, depth, acc + (row - first) * WIDTH);
+                            const char* ahead = (const char*)(piece + DEPTH * WIDTH) + (t - chunk) * depth * step;
+                            run_tile(int(n), a + row * features + k * n, weights, depth, sums + (row - first) * WIDTH,
+                                     ahead, step);
                         }
                     };
-                    if (sizeof(W) == sizeof(float) || end - chunk < 3) {
-                        run_tiles(b + k * WIDTH);
+                    if (sizeof(W) == sizeof(float) || count < 3) {
+                        run_tiles(piece);
                     } else {  // many tiles: widen once for all of them
-                        for (int i = 0; i < depth * WIDTH; i += LANES) store(wide + i, load(b + k * WIDTH + i));
-                        run_tiles(wide);
+                        for (int i = 0; i < depth * WIDTH; i += LANES) store(wide + i, load(piece + i));
+                        run_tiles((const float*)wide);
                     }
                 }
-                const int64_t column = panel * WIDTH;
-                const int width = int(std::min<int64_t>(WIDTH, columns - column));
-                for (int64_t row = first; row < tiles.start(end); row++) {
-                    const float* from = acc + (row - first) * WIDTH;
-                    float* to = out + row * columns + column;
-                    for (int c = 0; c < width; c++) to[c] = bias ? from[c] + bias[column + c] : from[c];
-                }
+                for (int64_t row = first; row < last; row++)
+                    finish(l, panel, sums + (row - first) * WIDTH, residual ? residual + row * l.columns : nullptr,
+                           out + row * l.columns);
             }
         }
     }
 }
 
 template <typename W>
-void pack(const W* weight, int64_t columns, int64_t features, W* packed) {
-    const int64_t panels = (columns + WIDTH - 1) / WIDTH;
+void pack(const Linear& l, const W* weight, W* packed) {
+    const int64_t panels = panel_count(l);
 #pragma omp parallel for
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t k = 0; k < features; k++)
-            for (int64_t c = 0; c < WIDTH; c++) {
-                const int64_t column = panel * WIDTH + c;
-                packed[(panel * features + k) * WIDTH + c] = column < columns ? weight[column * features + k] : W{};
-            }
+        for (int64_t c = 0; c < WIDTH; c++) {
+            // Gated: as many columns of the second half beside those of the first.
+            const int64_t column = l.gated ? panel * LANES + c % LANES : panel * WIDTH + c;
+            const W* from = weight + (column + (l.gated && c >= LANES ? l.columns : 0)) * l.features;
+            W* to = packed + panel * l.features * WIDTH + c;
+            for (int64_t k = 0; k < l.features; k++) to[k * WIDTH] = column < l.columns ? from[k] : W{};
+        }
 }
 
 }  // namespace
 
 extern "C" {
 
-// Columns are padded to a multiple of this in packed weights.
-int linear_width() { return WIDTH; }
-
 int simd_lanes() { return LANES; }
 
-void linear_pack_f32(const float* weight, int64_t columns, int64_t features, float* packed) {
-    pack(weight, columns, features, packed);
+// Weights in `packed`, the padding of the last panel included.
+int64_t linear_packed_size(const Linear* l) { return panel_count(*l) * l->features * WIDTH; }
+
+void linear_pack_f32(const Linear* l, const float* weight, float* packed) { pack(*l, weight, packed); }
+void linear_pack_bf16(const Linear* l, const bf16* weight, bf16* packed) { pack(*l, weight, packed); }
+
+// x: [rows, features]; residual: [rows, columns] or null, added to the result; out: [rows, columns]
+void linear_f32(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
+    linear<float>(*l, x, rows, residual, out);
 }
-void linear_pack_bf16(const bf16* weight, int64_t columns, int64_t features, bf16* packed) {
-    pack(weight, columns, features, packed);
-}
-void linear_f32(const float* x, int64_t rows, int64_t features, const float* packed, const float* bias, int64_t columns,
-                float* out) {
-    linear(x, rows, features, packed, bias, columns, out);
-}
-void linear_bf16(const float* x, int64_t rows, int64_t features, const bf16* packed, const float* bias,
-                 int64_t columns, float* out) {
-    linear(x, rows, features, packed, bias, columns, out);
+void linear_bf16(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
+    linear<bf16>(*l, x, rows, residual, out);
 }
 }

@@ -1,6 +1,7 @@
 // Vectors as wide as the machine's registers, in the compiler's portable notation, and the storage types they load from.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -107,4 +108,17 @@ inline vec exp(vec x) {
     vec power = bits_of<vec>((whole + 127) << 23);
     vec result = x > 88.0f ? splat(__builtin_inff()) : p * power;
     return x < -87.0f ? splat(0.0f) : result;
+}
+
+inline vec silu(vec x) { return x / (1.0f + exp(-x)); }
+
+// The factor by which RMSNorm scales a row.
+template <typename A>
+inline float rms_scale(const A* x, int64_t size, float eps) {
+    vec squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < size; i++) total += widen(x[i]) * widen(x[i]);
+    return 1.0f / std::sqrt(total / float(size) + eps);
 }

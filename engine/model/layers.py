@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,11 +12,21 @@ from torch import Tensor
 
 from engine.kernels.library import Kernels
 
-Linear = Callable[[Tensor], Tensor]
-"""[rows, in_features] -> [rows, out_features]"""
-
-
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm over the last dimension."""
+
+    weight: Tensor
+    """float32"""
+    eps: float
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[rows, in_features] -> [rows, out_features], with `residual` added."""
 
 
 class Ops(Protocol):
@@ -23,53 +34,84 @@ class Ops(Protocol):
 
     dtype: torch.dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Lay out weight [out_features, in_features] for products with it."""
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+        """The product with `weight` [out_features, in_features], of the input normed if there is a `norm`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension; weight is float32."""
+    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
+        """As linear with the two halves of `weight`, the result being silu(first) * second."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * size] -> [rows, size]: silu(first half) * second half."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
 
 class TorchOps:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+        product = self._product(weight, bias)
+
+        def apply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            out = product(x if norm is None else self.rms_norm(x, norm))
+            return out if residual is None else out + residual
+
+        return apply
+
+    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
+        product = self.linear(weight, norm=norm)
+
+        def apply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            out = self.silu_and_mul(product(x))
+            return out if residual is None else out + residual
+
+        return apply
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return F.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight.to(self.dtype)
         bias = None if bias is None else bias.to(self.dtype)
         if weight.device.type == "cpu" and self.dtype != torch.float16 and _ONEDNN:
             return _prepacked(weight, bias)
         return lambda x: F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-
 
 class KernelOps(TorchOps):
-    """Float32 products, of float32 or bfloat16 weights, by our own kernel; bfloat16 products stay with oneDNN."""
+    """Products in float32, of float32 or bfloat16 weights, by our own kernel; those in bfloat16 stay with oneDNN."""
 
     def __init__(self, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__(dtype)
         self.kernels = kernels
-        self.rms_norm = kernels.rms_norm  # type: ignore[method-assign]
-        self.silu_and_mul = kernels.silu_and_mul  # type: ignore[method-assign]
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self.dtype == torch.bfloat16:
-            return super().linear(weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+        if self.dtype != torch.float32:
+            return super().linear(weight, bias, norm=norm)
+        return self._packed(weight, bias, norm, gated=False)
+
+    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
+        if self.dtype != torch.float32:
+            return super().gated_linear(weight, norm=norm)
+        return self._packed(weight, None, norm, gated=True)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.kernels.rms_norm(x.contiguous(), norm.weight, norm.eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self.kernels.silu_and_mul(gate_up)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Linear:
         if weight.dtype == torch.float16:
             weight = weight.float()
-        return self.kernels.pack_linear(weight, bias)
+        if norm is None:
+            return self.kernels.pack_linear(weight, bias, gated=gated)
+        return self.kernels.pack_linear(weight, bias, norm.weight, norm.eps, gated=gated)
 
 
-def _prepacked(weight: Tensor, bias: Tensor | None) -> Linear:
+def _prepacked(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """A product by oneDNN with weights in its own order: up to three times as fast for a few rows.
 
     Packed for 8 rows: that order is good at every number of rows, one packed for 512 is slow everywhere else.

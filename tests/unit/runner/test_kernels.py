@@ -166,14 +166,34 @@ def test_nan_in_the_cache_shows_in_the_output(kernels: Kernels) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 8, 13, 32, 95, 97, 200])
 @pytest.mark.parametrize(("features", "columns"), [(64, 64), (1, 1), (300, 33), (576, 100)])
 def test_linear_equals_torch(kernels: Kernels, rows: int, features: int, columns: int, dtype: torch.dtype) -> None:
-    x, weight, bias = torch.randn(rows, features), torch.randn(columns, features).to(dtype), torch.randn(columns)
+    x, weight = torch.randn(rows, features), torch.randn(columns, features).to(dtype)
+    bias, residual, norm = torch.randn(columns), torch.randn(rows, columns), torch.randn(features)
+    close = {"atol": 2e-4, "rtol": 1e-4}
     expected = x @ weight.float().T
-    torch.testing.assert_close(kernels.pack_linear(weight, None)(x), expected, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(kernels.pack_linear(weight, bias)(x), expected + bias, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(kernels.pack_linear(weight)(x), expected, **close)
+    torch.testing.assert_close(kernels.pack_linear(weight)(x, residual), expected + residual, **close)
+    torch.testing.assert_close(kernels.pack_linear(weight, bias)(x, residual), expected + bias + residual, **close)
+    normed = torch.nn.functional.rms_norm(x, (features,), norm, 1e-5) @ weight.float().T
+    torch.testing.assert_close(kernels.pack_linear(weight, bias, norm, 1e-5)(x), normed + bias, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize(("features", "columns"), [(64, 64), (1, 1), (30, 7), (30, 25), (30, 40)])
+def test_gated_linear_equals_torch(
+    kernels: Kernels, rows: int, features: int, columns: int, dtype: torch.dtype
+) -> None:
+    x, weight, norm = torch.randn(rows, features), torch.randn(2 * columns, features).to(dtype), torch.randn(features)
+    close = {"atol": 2e-4, "rtol": 1e-4}
+    gate, up = (x @ weight.float().T).chunk(2, -1)
+    torch.testing.assert_close(kernels.pack_linear(weight, gated=True)(x), torch.nn.functional.silu(gate) * up, **close)
+    gate, up = (torch.nn.functional.rms_norm(x, (features,), norm, 1e-5) @ weight.float().T).chunk(2, -1)
+    ours = kernels.pack_linear(weight, None, norm, 1e-5, gated=True)(x)
+    torch.testing.assert_close(ours, torch.nn.functional.silu(gate) * up, **close)
 
 
 def test_linear_of_no_rows_is_empty(kernels: Kernels) -> None:
-    assert kernels.pack_linear(torch.randn(20, 30), None)(torch.empty(0, 30)).shape == (0, 20)
+    assert kernels.pack_linear(torch.randn(20, 30))(torch.empty(0, 30)).shape == (0, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
