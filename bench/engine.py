@@ -1,6 +1,6 @@
 """The engine's model runner against the machine's limits and against transformers, all in one run.
 
-    python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3]
+    python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3] [--batches 1,8]
 
 Rounds alternate between a probe of the machine, our runner and transformers, for each line of the table; each figure
 is the median over the rounds. "of limit" is the time the machine would need at the least, over the time taken: all
@@ -36,7 +36,6 @@ BLOCK_SIZE = 16
 DECODE_CONTEXT = 256
 DECODE_STEPS = 16
 PREFILL_LENGTHS = (512, 2048)
-DECODE_BATCHES = (1, 8, 32)
 
 
 class Ours:
@@ -138,7 +137,7 @@ class Line:
         return engine.decode(self.prompts) if self.decode else engine.prefill(self.prompts[0])
 
 
-def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int) -> list[Line]:
+def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int, batches: list[int]) -> list[Line]:
     chooser = random.Random(0)
 
     def prompt(length: int) -> list[int]:
@@ -154,7 +153,7 @@ def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int) -> lis
         attention = 2 * config.num_layers * width * length**2
         flops, read = 2 * matrices * length + attention, (matrices + head) * itemsize
         found.append(Line(f"prefill {length}", length, flops, read, False, [prompt(length)]))
-    for batch in DECODE_BATCHES:
+    for batch in batches:
         context = DECODE_CONTEXT + DECODE_STEPS // 2
         read = (matrices + head) * itemsize + batch * context * kv_bytes
         prompts = [prompt(DECODE_CONTEXT) for _ in range(batch)]
@@ -175,20 +174,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", default="1,8", help="decode batch sizes, separated by commas")
     parser.add_argument("--without-kernels", action="store_true", help="measure the torch fallback")
     parser.add_argument("--without-transformers", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
+    batches = [int(batch) for batch in arguments.batches.split(",")]
 
     loaded = load_model(arguments.model, dtype=dtype)
     config = loaded.config
-    table = lines(config, loaded.weights, dtype.itemsize)
-    longest = max(*PREFILL_LENGTHS, max(DECODE_BATCHES) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE))
+    table = lines(config, loaded.weights, dtype.itemsize, batches)
+    longest = max(*PREFILL_LENGTHS, max(batches) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE))
     num_blocks = longest // BLOCK_SIZE + 1
     cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), num_blocks)
-    runner = Runner(loaded, cache, max_num_seqs=max(DECODE_BATCHES), use_kernels=not arguments.without_kernels)
+    runner = Runner(loaded, cache, max_num_seqs=max(batches), use_kernels=not arguments.without_kernels)
     ours = Ours(runner, num_blocks)
     theirs = None if arguments.without_transformers else Theirs(config, loaded.weights, dtype)
     probe = Probe(dtype)
