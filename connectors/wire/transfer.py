@@ -1,7 +1,7 @@
 """The transfer parameters: the dictionaries engines and router exchange to say where KV or encoder output lies.
 
 Key names and types are those of vLLM's NIXL connector, so that the router drives either engine. Backhaul's own
-engine adds two optional keys, `remote_block_hashes` and `kv_layout`, which other engines ignore.
+engine adds optional keys, those marked *ours* below, which other engines ignore.
 
 Nothing else in the project parses these dictionaries. What is read is read strictly (no `"8"` for 8, no `true`
 for 1); a key that is not known here is carried through untouched; a key that was absent stays absent.
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
 BlockIds = Annotated[list[list[Count]], Field(max_length=64)]
 
 M = TypeVar("M", bound=BaseModel)
@@ -77,13 +78,21 @@ class KVTransferParams(BaseModel):
     transfer_mode: str | None = None
     remote_prefill_cached_tokens: Count | None = None
     prompt_token_ids: list[Count] | None = None
-    """Router to D: the ids P computed, instead of rendering and tokenizing the messages again."""
+    """Router to either engine: the ids of the prompt, instead of rendering and tokenizing the messages again."""
     remote_block_size: Size | None = None
+    """Tokens per block of the owner; what a router needs to know before it can trim an offer."""
     transfer_id: str | None = None
     remote_block_hashes: list[str] | None = None
     """Ours: one content hash per block, hex, chained; lets the reader prove the KV is its own prompt's."""
     kv_layout: str | None = None
     """Ours: fingerprint of model, dtype and block layout; KV is exchanged only between equals."""
+    offer_blocks: bool | None = None
+    """Ours, router to D for a turn without a hand-off: offer this turn's blocks to the next turn's prefill."""
+    remote_blocks_ttl: Seconds | None = None
+    """Ours, D's answer: for how long from now the offer stands, unless the room is needed. A duration, since the clocks
+    of two machines have nothing to do with each other."""
+    remote_prefill_pulled_tokens: Count | None = None
+    """Ours, P's answer: prompt tokens whose KV it pulled from D; beside those it had cached itself."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -146,13 +155,49 @@ class KVTransferParams(BaseModel):
             kv_layout=self.kv_layout,
         )
 
-    # The three intents, so that no caller ever sets the booleans by hand.
+    def trimmed(self, num_tokens: int, *, block_size: int | None = None) -> KVTransferParams | None:
+        """The same offer for the first `num_tokens` tokens only: blocks, hashes and token count cut together.
+
+        A cut falls on a block's edge: what stays is named in whole blocks. None if nothing stays, or if this offer
+        cannot be cut: its block size is not known (`block_size` helps out where the owner does not say), or it has
+        several KV-cache groups, whose lists end at different tokens.
+        """
+        groups, offered = self.remote_block_ids, self.remote_num_tokens
+        if not groups or offered is None or num_tokens <= 0:
+            return None
+        if num_tokens >= offered:
+            return self
+        size = self.remote_block_size or block_size
+        if len(groups) != 1 or size is None or -(-offered // size) != len(groups[0]):
+            return None
+        num_blocks = num_tokens // size
+        if num_blocks == 0:
+            return None
+        changes: dict[str, Any] = {
+            "remote_block_ids": [groups[0][:num_blocks]],
+            "remote_num_tokens": num_blocks * size,
+        }
+        if self.remote_block_hashes is not None:
+            changes["remote_block_hashes"] = self.remote_block_hashes[:num_blocks]
+        return self.with_(**changes)
+
+    # What router and engines ask of each other, so that no caller ever sets the booleans by hand.
 
     @classmethod
-    def for_prefill(cls, held: KVTransferParams | None = None) -> KVTransferParams:
-        """Router to P: prefill and hold the blocks; `held` are D's blocks of the last turn, to be pulled."""
-        flags = {"do_remote_decode": True, "do_remote_prefill": False}
-        return cls(**{**(held.to_json() if held else {}), **flags})
+    def for_prefill(
+        cls, offer: KVTransferParams | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> KVTransferParams:
+        """Router to P: prefill and hold the blocks. `offer` are D's blocks of the last turn, to be pulled."""
+        flags: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if prompt_token_ids is not None:
+            flags["prompt_token_ids"] = list(prompt_token_ids)
+        offered = offer.without(*_ENGINE_INTERNAL, "prompt_token_ids").to_json() if offer else {}
+        return cls(**{**offered, **flags})
+
+    @classmethod
+    def for_decode_alone(cls) -> KVTransferParams:
+        """Router to one of our D, for a turn that it prefills itself: offer the blocks to the next turn."""
+        return cls(do_remote_prefill=False, do_remote_decode=False, offer_blocks=True)
 
     def for_decode(self, prompt_token_ids: Sequence[int] | None = None) -> KVTransferParams:
         """Router to D: P's answer as it is, plus the ids P computed.
