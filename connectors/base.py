@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from connectors.transport import TransferEvent
@@ -28,6 +29,8 @@ class TransferRequest(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def num_external_tokens(self) -> int: ...
     @property
     def handed_off(self) -> bool:
         """True if the request finished in a way that leaves KV worth holding (stopped or length)."""
@@ -60,9 +63,29 @@ class BlocksReleased:
     """Blocks held for another engine, or kept from a load that failed, may be freed."""
 
     block_ids: tuple[int, ...]
+    idle: bool = False
+    """They were held revocably, and no BlocksClaimed has named them."""
 
 
-ConnectorOutcome = Loaded | LoadFailed | BlocksReleased
+@dataclass(frozen=True, slots=True)
+class BlocksClaimed:
+    """Blocks held revocably are about to be read: they stay until they are released."""
+
+    block_ids: tuple[int, ...]
+
+
+ConnectorOutcome = Loaded | LoadFailed | BlocksReleased | BlocksClaimed
+
+
+class Hold(Enum):
+    """What becomes of a finished request's blocks."""
+
+    NOTHING = "nothing"
+    """They are free."""
+    PINNED = "pinned"
+    """A reader is on its way: they stay until BlocksReleased names them."""
+    REVOCABLE = "revocable"
+    """A reader may come: they stay until then, or until `revoke` gives them up because the room is needed."""
 
 
 class Connector(Protocol):
@@ -89,17 +112,22 @@ class Connector(Protocol):
     def build_connector_meta(self) -> None:
         """End of scheduling: hand the pulls, releases and due heartbeats of this step to the transport."""
 
-    def request_finished(self, request: TransferRequest) -> tuple[bool, KVTransferParams | None]:
-        """The request ended, its blocks still allocated. Returns (hold the blocks, params for the answer)."""
+    def request_finished(self, request: TransferRequest) -> tuple[Hold, KVTransferParams | None]:
+        """The request ended, its blocks still allocated. Returns (what to do with them, params for the answer)."""
+
+    def revoke(self) -> BlocksReleased | None:
+        """Room is needed: give up what is held revocably and not claimed, the oldest first. None if there is no more,
+        which may be sooner than the scheduler thinks, for claims are made on other threads."""
 
     def settle(self, event: TransferEvent) -> Sequence[ConnectorOutcome]:
         """Turn a transport's event into what the scheduler must do."""
 
-    def expire(self, now: float) -> Sequence[ConnectorOutcome]:
-        """Leases that ran out by `now` (monotonic seconds)."""
+    def lease_changes(self, now: float) -> Sequence[ConnectorOutcome]:
+        """Leases that were claimed since the last call, or ran out by `now` (monotonic seconds)."""
 
     def next_wakeup(self) -> float | None:
-        """Monotonic time at which `expire` or a heartbeat is due, or None: how long an idle engine may sleep."""
+        """Monotonic time at which a lease runs out or a heartbeat is due, or None: how long an idle engine may
+        sleep."""
 
     def close(self) -> None: ...
 
@@ -121,13 +149,16 @@ class NullConnector:
     def build_connector_meta(self) -> None:
         pass
 
-    def request_finished(self, request: TransferRequest) -> tuple[bool, KVTransferParams | None]:
-        return False, None
+    def request_finished(self, request: TransferRequest) -> tuple[Hold, KVTransferParams | None]:
+        return Hold.NOTHING, None
+
+    def revoke(self) -> BlocksReleased | None:
+        return None
 
     def settle(self, event: TransferEvent) -> Sequence[ConnectorOutcome]:
         return ()
 
-    def expire(self, now: float) -> Sequence[ConnectorOutcome]:
+    def lease_changes(self, now: float) -> Sequence[ConnectorOutcome]:
         return ()
 
     def next_wakeup(self) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -93,6 +94,9 @@ class FakeNetwork:
     """Seconds a release or heartbeat takes."""
     drop_messages: bool = False
     """Lose releases and heartbeats."""
+    unreachable: set[str] = field(default_factory=set)
+    """Ids of engines that nobody reaches, as if they were dead: claims and reads fail, messages and notifications are
+    lost."""
     endpoints: dict[tuple[str, int], _Endpoint] = field(default_factory=dict)
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
@@ -100,6 +104,11 @@ class FakeNetwork:
     @property
     def num_under_way(self) -> int:
         return len(self._due)
+
+    def reach(self, peer: Peer) -> _Endpoint | None:
+        """Who answers at this peer's address; its name may be another."""
+        endpoint = self.endpoints.get((peer.host, peer.port))
+        return None if endpoint is None or endpoint.engine_id in self.unreachable else endpoint
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._due, (self.clock.now + seconds, next(self._order), action))
@@ -125,6 +134,8 @@ class FakeTransport:
         self._memory = memory
         self._emit = emit
         self._kv_layout = kv_layout
+        self.num_handshakes_failed: Counter[str] = Counter()
+        self.num_messages_dropped = 0
         self.pulls: list[Pull] = []
         self.releases: list[tuple[Peer, str]] = []
         self.renewals: list[tuple[Peer, tuple[str, ...]]] = []
@@ -169,20 +180,24 @@ class FakeTransport:
             self._network.after(self._network.message_delay, arrive)
 
     def _owner(self, peer: Peer) -> _Endpoint | None:
-        owner = self._network.endpoints.get((peer.host, peer.port))
+        owner = self._network.reach(peer)
         return owner if owner is not None and owner.engine_id == peer.engine_id else None
 
     def _fail(self, pull: Pull, reason: str) -> None:
         self._emit(PullFailed(pull.request_id, reason, f"scripted or found: {reason}"))
 
+    def _handshake_fails(self, pull: Pull, reason: str) -> None:
+        self.num_handshakes_failed[reason] += 1
+        self._fail(pull, reason)
+
     def _claim(self, pull: Pull, fault: Fault) -> None:
-        owner = self._network.endpoints.get((pull.peer.host, pull.peer.port))
+        owner = self._network.reach(pull.peer)
         if owner is None:
-            self._fail(pull, "handshake")
+            self._handshake_fails(pull, "handshake")
         elif owner.engine_id != pull.peer.engine_id:
-            self._fail(pull, "engine_id")
+            self._handshake_fails(pull, "engine_id")
         elif owner.kv_layout != (pull.kv_layout or self._kv_layout):
-            self._fail(pull, "layout")
+            self._handshake_fails(pull, "layout")
         else:
             claim = owner.leases.claim(pull.remote_request_id)
             if isinstance(claim, ClaimRefused):
@@ -221,7 +236,7 @@ class FakeTransport:
         if read.fault.fails:
             self._fail(pull, read.fault.fails)
             return
-        if not read.fault.notify_lost:
+        if not read.fault.notify_lost and self._owner(pull.peer) is owner:
             notice = LeaseReleased(pull.remote_request_id)
             self._network.after(read.fault.before_notify, lambda: owner.emit(notice))
         if seconds >= read.valid_for:

@@ -6,17 +6,30 @@ for the reader to compare. A claimed lease ends by release or `claim_seconds` af
 counts the same span from before it sent the claim, and throws away what was not complete by then, recycled memory may
 be read but is never used.
 
-Blocks return to their pool on the engine's main thread only: it alone calls `hold`, `release` and `expire`. The HTTP
-and transfer threads call `claim`, `renew` and `cancel`.
+A lease for a reader that is on its way (prefill's, for the decode engine) stands until it runs out. One for a reader
+that may never come (decode's, for the conversation's next turn) is *revocable*: as long as nobody has claimed it, it is
+*idle*, and whoever needs the room takes the oldest. Claim and revocation exclude each other under one lock.
+
+Blocks return to their pool on the engine's main thread only: it alone calls `hold`, `release`, `expire`, `take_claimed`
+and `revoke_oldest`. The HTTP and transfer threads call `claim`, `renew` and `cancel`.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import secrets
 import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+NUM_ENDED_REMEMBERED = 4096
+"""Leases that lately ended, to tell a late reader from an unknown one, and why."""
+
+Fate = Literal["released", "expired", "revoked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +49,123 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class ClaimRefused:
     reason: str
-    """expired (or never held), claimed (by another reader), cancelled."""
+    """expired (or never held), claimed (by another reader), cancelled, released, revoked."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that is over, and the blocks its owner frees."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    idle: bool
+    """Whether the owner has counted them as idle until now: the lease is revocable, and if it was ever claimed,
+    `take_claimed` has not told so."""
+
+
+@dataclass(eq=False, slots=True)
 class _Lease:
+    request_id: str
     block_ids: tuple[int, ...]
     block_hashes: tuple[str, ...]
     duration: float
+    revocable: bool
     expires_at: float
+    counted_idle: bool
+    queued_for: float = 0.0
+    """The time of its entry in the queue that counts; `expires_at` may be later by now."""
     claim_id: str | None = None
     """While claimed."""
     cancelled: bool = False
+    ended: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        return not self.revocable or self.claim_id is not None
 
 
 class Leases:
-    """The leases of one engine, by request id. Thread-safe; nothing under the lock takes longer than a few
-    dictionary operations."""
+    """The leases of one engine, by request id. Thread-safe; nothing takes longer under the lock than a few dictionary
+    and heap operations, however many leases there are.
 
-    def __init__(self, *, claim_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    The counters may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        claim_seconds: float,
+        on_claim: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_claim` is called after each granted claim, on the thread that made it: a read is coming."""
         self._claim_seconds = claim_seconds
+        self._on_claim = on_claim
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
+        self._idle: OrderedDict[str, _Lease] = OrderedDict()
+        """Revocable and not claimed, oldest first."""
+        self._newly_claimed: list[_Lease] = []
+        """Revocable ones, for `take_claimed`."""
+        self._queue: list[tuple[float, int, _Lease]] = []
+        """A heap by expiry. Entries may be out of date; `_next` puts them right when their time comes."""
+        self._order = itertools.count()
+        self._ended: OrderedDict[str, Fate] = OrderedDict()
+
+        self.num_claimed = 0
+        """Leases under a claim now."""
+        self.num_pinned_blocks = 0
+        """Block references now under leases that cannot be revoked; a block shared by two leases counts twice."""
+        self.num_granted = 0
+        """Leases ever held; each is among the three below once it is over."""
+        self.num_ended: Counter[Fate] = Counter()
+        """By what ended them: released (read, or given back), expired, revoked."""
+        self.num_claims = 0
+        self.num_claims_refused: Counter[str] = Counter()
+        """By the reason of ClaimRefused."""
 
     def __len__(self) -> int:
         return len(self._leases)
 
     @property
-    def num_blocks(self) -> int:
-        """Block references under lease; a block shared by two leases counts twice."""
-        with self._lock:
-            return sum(len(lease.block_ids) for lease in self._leases.values())
+    def num_idle(self) -> int:
+        """Leases that can be revoked."""
+        return len(self._idle)
 
-    def hold(self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[str], duration: float) -> None:
+    def hold(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        block_hashes: Sequence[str],
+        duration: float,
+        *,
+        revocable: bool = False,
+    ) -> None:
         """Keep a finished request's blocks for `duration` seconds. Engine thread.
 
         There may be more blocks than hashes: the last ones hold nothing.
         """
         assert len(block_hashes) <= len(block_ids), f"{request_id}: more hashes than blocks"
-        lease = _Lease(tuple(block_ids), tuple(block_hashes), duration, self._clock() + duration)
+        lease = _Lease(
+            request_id,
+            tuple(block_ids),
+            tuple(block_hashes),
+            duration,
+            revocable,
+            expires_at=self._clock() + duration,
+            counted_idle=revocable,
+        )
         with self._lock:
             assert request_id not in self._leases, f"{request_id} is held twice"
             self._leases[request_id] = lease
+            self._ended.pop(request_id, None)
+            self.num_granted += 1
+            if revocable:
+                self._idle[request_id] = lease
+            else:
+                self.num_pinned_blocks += len(lease.block_ids)
+            self._enqueue(lease)
 
     def claim(self, request_id: str) -> Claim | ClaimRefused:
         """A reader is about to read. One claim per lease: a second reader could still be reading when the first
@@ -86,19 +173,28 @@ class Leases:
         now = self._clock()
         with self._lock:
             lease = self._leases.get(request_id)
-            if lease is None or now >= lease.expires_at:
-                return ClaimRefused("expired")
-            if lease.cancelled:
-                return ClaimRefused("cancelled")
-            if lease.claim_id is not None:
-                return ClaimRefused("claimed")
+            refusal = self._refusal(request_id, lease, now)
+            if lease is None or refusal is not None:
+                self.num_claims_refused[refusal or "expired"] += 1
+                return ClaimRefused(refusal or "expired")
+            if lease.revocable:
+                del self._idle[request_id]
+                self._newly_claimed.append(lease)
+                self.num_pinned_blocks += len(lease.block_ids)
             lease.claim_id = secrets.token_hex(16)
             lease.expires_at = now + self._claim_seconds
+            if lease.expires_at < lease.queued_for:
+                self._enqueue(lease)
+            self.num_claimed += 1
+            self.num_claims += 1
             filled = lease.block_ids[: len(lease.block_hashes)]
-            return Claim(self._claim_seconds, filled, lease.block_hashes, lease.claim_id)
+            claim = Claim(self._claim_seconds, filled, lease.block_hashes, lease.claim_id)
+        self._on_claim()
+        return claim
 
     def renew(self, request_ids: Iterable[str]) -> int:
-        """Heartbeat of readers that still queue; returns how many of the leases are alive."""
+        """Heartbeat of readers that still queue; returns how many of the leases are alive. A revocable lease has its
+        time and no more."""
         now, alive = self._clock(), 0
         with self._lock:
             for request_id in request_ids:
@@ -106,7 +202,7 @@ class Leases:
                 if lease is None or now >= lease.expires_at:
                     continue
                 alive += 1
-                if lease.claim_id is None:
+                if not lease.revocable and lease.claim_id is None:
                     lease.expires_at = max(lease.expires_at, now + lease.duration)
         return alive
 
@@ -122,21 +218,86 @@ class Leases:
             lease.cancelled = True
             return True
 
-    def release(self, request_id: str) -> tuple[int, ...] | None:
-        """End a lease; its blocks, to be freed by the caller, or None if it has ended before. Engine thread."""
+    def release(self, request_id: str) -> Ended | None:
+        """End a lease; None if it has ended before. Engine thread."""
         with self._lock:
-            lease = self._leases.pop(request_id, None)
-        return lease.block_ids if lease else None
+            lease = self._leases.get(request_id)
+            return None if lease is None else self._end(lease, "released")
 
-    def expire(self, now: float) -> list[tuple[str, tuple[int, ...]]]:
-        """End the leases that ran out by `now`: (request id, blocks to be freed). Engine thread."""
+    def expire(self, now: float) -> list[Ended]:
+        """End the leases that ran out by `now`. Engine thread."""
+        ended = []
         with self._lock:
-            ended = [(key, lease) for key, lease in self._leases.items() if now >= lease.expires_at]
-            for key, _ in ended:
-                del self._leases[key]
-        return [(key, lease.block_ids) for key, lease in ended]
+            while (lease := self._next()) is not None and now >= lease.expires_at:
+                ended.append(self._end(lease, "expired"))
+        return ended
+
+    def revoke_oldest(self) -> Ended | None:
+        """End the idle lease that was held first; None if there is none. Engine thread."""
+        with self._lock:
+            lease = next(iter(self._idle.values()), None)
+            return None if lease is None else self._end(lease, "revoked")
+
+    def take_claimed(self) -> list[tuple[int, ...]]:
+        """The blocks of the leases that are idle no longer, because they were claimed since the last call. Engine
+        thread."""
+        if not self._newly_claimed:
+            return []
+        with self._lock:
+            claimed, self._newly_claimed = self._newly_claimed, []
+            for lease in claimed:
+                lease.counted_idle = False
+        return [lease.block_ids for lease in claimed if not lease.ended]
 
     def next_expiry(self) -> float | None:
         """When the next lease runs out, unless renewed (monotonic seconds); None without leases."""
         with self._lock:
-            return min((lease.expires_at for lease in self._leases.values()), default=None)
+            lease = self._next()
+        return None if lease is None else lease.expires_at
+
+    def fate(self, request_id: str) -> Fate | None:
+        """What ended a lease that is over; None if it is not, or that is long ago. Engine thread."""
+        return self._ended.get(request_id)
+
+    # Under the lock.
+
+    def _refusal(self, request_id: str, lease: _Lease | None, now: float) -> str | None:
+        if lease is None:
+            return self._ended.get(request_id, "expired")
+        if now >= lease.expires_at:
+            return "expired"
+        if lease.cancelled:
+            return "cancelled"
+        return None if lease.claim_id is None else "claimed"
+
+    def _end(self, lease: _Lease, fate: Fate) -> Ended:
+        del self._leases[lease.request_id]
+        self._idle.pop(lease.request_id, None)
+        lease.ended = True
+        if lease.pinned:
+            self.num_pinned_blocks -= len(lease.block_ids)
+        if lease.claim_id is not None:
+            self.num_claimed -= 1
+        self.num_ended[fate] += 1
+        self._ended[lease.request_id] = fate
+        if len(self._ended) > NUM_ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        if len(self._queue) > 2 * len(self._leases) + 64:
+            self._queue = [entry for entry in self._queue if not entry[2].ended]
+            heapq.heapify(self._queue)
+        return Ended(lease.request_id, lease.block_ids, lease.counted_idle)
+
+    def _enqueue(self, lease: _Lease) -> None:
+        lease.queued_for = lease.expires_at
+        heapq.heappush(self._queue, (lease.expires_at, next(self._order), lease))
+
+    def _next(self) -> _Lease | None:
+        """The lease that runs out first, at the head of the queue."""
+        while self._queue:
+            at, _, lease = self._queue[0]
+            if not lease.ended and at == lease.queued_for == lease.expires_at:
+                return lease
+            heapq.heappop(self._queue)
+            if not lease.ended and at == lease.queued_for:  # renewed, or claimed, for longer
+                self._enqueue(lease)
+        return None

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 BUSY_PAUSE = 0.001
 """Seconds between two looks at NIXL while something is under way."""
 IDLE_PAUSE = 0.050
-"""The longest pause. With nothing under way there is nothing to miss: peers read here only under a lease."""
+"""The longest pause. With nothing under way there is nothing to miss: peers read here only under a claim, which wakes
+the thread."""
 PAUSE_SHARE = 0.01
 """Between these, the pause is this share of the time that nothing was under way: it grows in some seconds."""
 FORGET_INTERVAL = 60.0
@@ -69,7 +70,8 @@ class NixlTransport:
         """Offer `num_blocks` blocks of `block_bytes` at `base_address`, which must stay there until `close` returns.
 
         `emit` and `claims_open` are called on the transfer thread. `claims_open` says whether a peer may be reading
-        here: then its reads and notifications are attended to every millisecond. Timeouts in seconds.
+        here: then its reads and notifications are attended to every millisecond; `wake` has it asked at once. Timeouts
+        in seconds.
 
         Raises TransportError.
         """
@@ -147,6 +149,10 @@ class NixlTransport:
     def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
         request_ids = tuple(remote_request_ids)
         self._do(lambda: self._started_puller.renew(peer, request_ids))
+
+    def wake(self) -> None:
+        """A peer is about to read here. From any thread."""
+        self._do(lambda: None)
 
     def agent_info(self) -> dict[str, Any]:
         assert self._info is not None, "not started"

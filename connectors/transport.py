@@ -7,6 +7,7 @@ be safe to call from any thread (the engine passes the put of its inbox).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -101,6 +102,14 @@ Emit = Callable[[TransferEvent], None]
 
 class Transport(Protocol):
     """Never blocks the caller; every pull ends in exactly one PullDone or PullFailed."""
+
+    @property
+    def num_handshakes_failed(self) -> Counter[str]:
+        """By reason: handshake, engine_id, layout."""
+
+    @property
+    def num_messages_dropped(self) -> int:
+        """Releases and heartbeats that were not even sent."""
 
     def pull(self, pull: Pull) -> None:
         """Start a pull; ends in PullDone or PullFailed, or meets its deadline with PullStalled before that."""

@@ -111,7 +111,7 @@ def _kv_side(
         return None
     settings = config.kv_transfer_config.kv_connector_extra_config
     engine_id = str(uuid.uuid4())
-    leases = Leases(claim_seconds=settings.transfer_timeout + CLAIM_MARGIN)
+    leases = Leases(claim_seconds=settings.transfer_timeout + CLAIM_MARGIN, on_claim=lambda: transport.wake())
 
     def emit(event: TransferEvent) -> None:
         metrics.transferred(event)
@@ -132,7 +132,7 @@ def _kv_side(
             emit=emit,
             memory="VRAM" if cache.device.type == "cuda" else "DRAM",
             device_id=cache.device.index or 0,
-            claims_open=lambda: len(leases) > 0,
+            claims_open=lambda: leases.num_claimed > 0,
             transfer_timeout=settings.transfer_timeout,
             handshake_timeout=settings.handshake_timeout,
         )
@@ -149,6 +149,9 @@ def _kv_side(
         kv_layout=kv_layout,
         lease_seconds=settings.kv_lease_duration,
         load_failure_policy=config.kv_transfer_config.kv_load_failure_policy,
+        bidirectional=settings.bidirectional_kv_xfer,
+        recompute_threshold=settings.kv_recompute_threshold,
+        offer_seconds=settings.decoder_kv_blocks_ttl,
     )
     return KVSide(engine_id, connector)
 

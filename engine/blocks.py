@@ -2,6 +2,9 @@
 
 A block is *used* (its reference count says by how many) or *free*. A free block keeps its content and its hash until
 it is allocated anew, so the free list is the prefix cache's eviction order: the front goes first.
+
+Some references are *idle*: they keep a block for a reader that may never come, and can be given up at any time. A block
+that has only such references is room as good as free; the pool counts it, who holds it knows how to get at it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 class Block:
     block_id: int
     ref_count: int = 0
+    idle_count: int = 0
+    """How many of the references are idle."""
     block_hash: bytes | None = None
     """Name of the tokens whose KV the block holds; only ever set on a block that is full and filled."""
 
@@ -29,6 +34,9 @@ class BlockPool:
         """Free blocks, the next one to be allocated (and so evicted) first."""
         self.cached: dict[bytes, int] = {}
         """Hash -> the block that holds those tokens, used or free."""
+        self.num_idle = 0
+        """Used blocks whose references are all idle. An upper bound of what can be freed, for a reader may come and
+        claim them on another thread; it is put right by `pin`."""
         self.num_evictions = 0
 
     @property
@@ -44,9 +52,14 @@ class BlockPool:
         return len(self.blocks) - len(self.free_ids)
 
     @property
+    def num_available(self) -> int:
+        """Blocks that are free, or would be without idle references."""
+        return len(self.free_ids) + self.num_idle
+
+    @property
     def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1; blocks held for other engines count."""
-        return self.num_used / len(self.blocks)
+        """Share of the blocks that nobody new can have, 0 to 1; those only kept by idle references can be had."""
+        return 1.0 - self.num_available / len(self.blocks)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """The cached blocks of the longest prefix of `hashes`, in order; they are not taken yet."""
@@ -59,8 +72,9 @@ class BlockPool:
         return found
 
     def num_revived(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks are free, so that taking them uses up room."""
-        return sum(self.blocks[block_id].ref_count == 0 for block_id in block_ids)
+        """How many of these blocks are available, so that taking them uses up room."""
+        blocks = (self.blocks[block_id] for block_id in block_ids)
+        return sum(block.ref_count == block.idle_count for block in blocks)
 
     def take(self, block_ids: Iterable[int]) -> None:
         """Use blocks found by `match`."""
@@ -68,6 +82,8 @@ class BlockPool:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self.free_ids[block_id]
+            elif block.ref_count == block.idle_count:
+                self.num_idle -= 1
             block.ref_count += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -96,6 +112,22 @@ class BlockPool:
             self.cached[block_hash] = block_id
             block.block_hash = block_hash
 
+    def idle(self, block_ids: Iterable[int]) -> None:
+        """The references of one table become idle."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            block.idle_count += 1
+            assert block.idle_count <= block.ref_count, f"block {block_id} has more idle references than any"
+            self.num_idle += block.idle_count == block.ref_count
+
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """The idle references of one table become ordinary ones."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            assert block.idle_count > 0, f"block {block_id} has no idle reference"
+            self.num_idle -= block.idle_count == block.ref_count
+            block.idle_count -= 1
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Stop using the blocks of one table, given in token order.
 
@@ -104,9 +136,11 @@ class BlockPool:
         """
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is freed twice"
+            assert block.ref_count > block.idle_count, f"block {block_id} is freed twice"
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_ids[block_id] = None
                 if block.block_hash is None:
                     self.free_ids.move_to_end(block_id, last=False)
+            elif block.ref_count == block.idle_count:
+                self.num_idle += 1

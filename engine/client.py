@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from connectors.transport import LeaseReleased
 from connectors.wire.openai import APIError, unavailable
+from connectors.wire.transfer import KVTransferParams
 from engine.messages import Inbox, Output, Stop, Submit
 from engine.request import Request
 
@@ -90,7 +91,7 @@ class EngineClient:
         for output in outputs:
             known = self._open.get(output.request_id)
             if known is None:
-                self._give_back(output)
+                self.give_back(output.kv_transfer_params)
                 continue
             request, mailbox = known
             self._observer.observed(request, output)
@@ -114,9 +115,8 @@ class EngineClient:
         if not self._open:
             self._idle.set()
 
-    def _give_back(self, output: Output) -> None:
-        """An ending nobody hears of: the blocks it offers would stay pinned until their lease ends."""
-        params = output.kv_transfer_params
+    def give_back(self, params: KVTransferParams | None) -> None:
+        """Of an ending nobody hears of: the blocks it offers would stay pinned until their lease ends."""
         if params is not None and params.remote_request_id:
             self._inbox.put(LeaseReleased(params.remote_request_id))
 
@@ -143,7 +143,7 @@ class Outputs:
         for request_id in self._unfinished:
             self._client._abort(request_id)
         for output in self._pending.values():
-            self._client._give_back(output)
+            self._client.give_back(output.kv_transfer_params)
 
     def __aiter__(self) -> Self:
         return self

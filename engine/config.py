@@ -18,12 +18,12 @@ class _Settings(BaseModel):
 class KVConnectorExtraConfig(_Settings):
     """Connector settings, under the names vLLM gives them in `kv_connector_extra_config`."""
 
-    bidirectional_kv_xfer: bool = False
-    """Decode engines offer a finished turn's blocks to the next turn's prefill."""
+    bidirectional_kv_xfer: bool = True
+    """Decode engines offer a finished turn's blocks to the next turn's prefill, and prefill engines fetch them."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
-    """Tokens: a pull of fewer is not worth its round trip; 0 pulls always."""
+    """Tokens from which a prefill engine fetches them from a decode engine; fewer are computed again. 0: always."""
     decoder_kv_blocks_ttl: Seconds = 480.0
-    """Seconds a decode engine holds a finished turn's blocks."""
+    """Seconds a decode engine offers a finished turn's blocks, unless an active request needs the room before."""
     kv_lease_duration: Seconds = 30.0
     """Seconds a prefill engine holds blocks for a decode engine that sends no heartbeat."""
     transfer_timeout: Seconds = 20.0

@@ -86,7 +86,7 @@ class EngineCore:
 
     def step(self) -> None:
         self.take_in()
-        self.scheduler.expire(self._clock())
+        self.scheduler.update_leases(self._clock())
         batch = self.scheduler.schedule()
         if batch is None:
             self.hand_out()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class IncrementalDecoder(Protocol):
@@ -83,3 +85,9 @@ def bytes_of_token(token: str) -> bytes:
         return bytes(table[character] for character in token)
     except KeyError:
         return token.encode()
+
+
+def bytes_of_piece(piece: str) -> bytes:
+    """The bytes of a SentencePiece token: a single one, or text in which ▁ is a space."""
+    byte = _BYTE_PIECE.fullmatch(piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()

@@ -43,8 +43,8 @@ class Reading:
     """A counter's name is given without `_total`."""
     help: str
     read: Callable[[], float]
-    label: tuple[str, str] | None = None
-    """One more label and its value."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """More labels, with their values."""
 
 
 class EngineMetrics:
@@ -73,9 +73,6 @@ class EngineMetrics:
         self._failed = counter("vllm:nixl_num_failed_transfers", "Pulls that failed, handshakes included.")
         self._pull_failures = counters(
             "backhaul_engine_kv_pulls_failed", "Pulls that failed, by reason.", "reason", PULL_FAILURES
-        )
-        self._handshake_failures = counters(
-            "backhaul_engine_handshake_failures", "Refused or failed handshakes.", "reason", HANDSHAKE_REASONS
         )
         self._handoff_missing = counters(
             "backhaul_engine_kv_handoff_missing",
@@ -129,8 +126,6 @@ class EngineMetrics:
         elif isinstance(event, PullFailed):
             self._failed.inc()
             self._pull_failures[event.reason if event.reason in PULL_FAILURES else "other"].inc()
-            if event.reason in self._handshake_failures:
-                self._handshake_failures[event.reason].inc()
 
     def handoff_missing(self, endpoint: str) -> None:
         """A request asked to hold its blocks finished without any to offer."""
@@ -178,10 +173,10 @@ class _Readings(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for reading in self._readings:
-            extra, value = ([], []) if reading.label is None else ([reading.label[0]], [reading.label[1]])
+            extra, values = [name for name, _ in reading.labels], [value for _, value in reading.labels]
             family = families.get(reading.name)
             if family is None:
                 make = GaugeMetricFamily if reading.kind == "gauge" else CounterMetricFamily
                 family = families[reading.name] = make(reading.name, reading.help, labels=[*_LABELS, *extra])
-            family.add_metric([*self._values, *value], reading.read())  # type: ignore[attr-defined]
+            family.add_metric([*self._values, *values], reading.read())  # type: ignore[attr-defined]
         return families.values()

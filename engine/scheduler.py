@@ -7,6 +7,9 @@ arrival. Chunked prefill, prefix caching and mixed batches all follow from this 
 Blocks are held by requests that run, load (their KV is under way from another engine) or have loaded; nothing else in
 the queue holds any. A block gets its name, by which the prefix cache finds it, only after the forward pass or the
 transfer that filled it.
+
+Finished requests may leave their blocks to a reader that may never come. Those are room like free ones: whoever needs
+it takes it, at the cost of the oldest such lease, before anybody waits or is preempted.
 """
 
 from __future__ import annotations
@@ -15,7 +18,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from connectors.base import BlocksReleased, Connector, ConnectorOutcome, Loaded, LoadFailed
+from connectors.base import (
+    BlocksClaimed,
+    BlocksReleased,
+    Connector,
+    ConnectorOutcome,
+    Hold,
+    Loaded,
+    LoadFailed,
+)
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
 from engine.batch import Batch, ScheduledRequest
@@ -77,7 +88,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use, 0 to 1; blocks held for other engines count."""
+        """Share of the KV blocks that no request can have, 0 to 1; blocks pinned for other engines count."""
         return self.pool.usage
 
     @property
@@ -103,6 +114,9 @@ class Scheduler:
         if obstacle := self._obstacle(request):
             self._fail(request, obstacle, status=400)
             return
+        if miss := self._cache_miss(request, self._match(request)):
+            self._fail(request, miss, status=409)
+            return
         self.waiting.append(request)
 
     def stop(self, message: Stop) -> None:
@@ -123,9 +137,10 @@ class Scheduler:
         """Something happened at the transport."""
         self._apply(self.connector.settle(event))
 
-    def expire(self, now: float) -> None:
-        """Free what was held for other engines until `now` (monotonic seconds)."""
-        self._apply(self.connector.expire(now))
+    def update_leases(self, now: float) -> None:
+        """Note which blocks held for other engines were claimed, and free those held until `now` (monotonic
+        seconds)."""
+        self._apply(self.connector.lease_changes(now))
 
     def fail(self, requests: Sequence[Request], message: str) -> None:
         """End requests with an error, for instance because the step that computed them failed."""
@@ -187,7 +202,7 @@ class Scheduler:
         return budget
 
     def _make_room(self, request: Request, num_new: int) -> bool:
-        """Allocate blocks for more tokens of a running request, at the cost of younger ones if it must be.
+        """Allocate blocks for more tokens of a running request, at the cost of idle leases, then of younger requests.
 
         False if the request itself had to go, being the youngest or too long for the whole pool.
         """
@@ -196,13 +211,27 @@ class Scheduler:
             self._fail(request, self._too_long(request.num_computed_tokens + num_new))
             return False
         missing = max(0, total - len(request.block_ids))
-        while missing > self.pool.num_free:
+        while not self._reclaim(missing):
             victim = self.loaded.pop() if self.loaded else self.running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
         if missing:
             request.block_ids += self.pool.allocate(missing)
+        return True
+
+    def _reclaim(self, count: int) -> bool:
+        """Have `count` blocks free, by revoking idle leases if it must be; False if there are not so many.
+
+        Nothing is revoked if even all of it would not do, as far as is known: a reader may claim a lease at any time.
+        """
+        if count > self.pool.num_available:
+            return False
+        while count > self.pool.num_free:
+            revoked = self.connector.revoke()
+            if revoked is None:
+                return False
+            self._release(revoked)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -228,6 +257,9 @@ class Scheduler:
                 self._fail(request, self._too_long(request.num_tokens))
                 continue
             hits = self._match(request)
+            if miss := self._cache_miss(request, hits):
+                self._fail(request, miss, status=409)
+                continue
             num_local = len(hits) * request.block_size
             num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
             assert is_async or not num_external, "a load that does not wait is not supported"
@@ -236,11 +268,12 @@ class Scheduler:
             else:
                 admissible = budget > 0 and len(self.running) < self.max_num_seqs
             num_new_blocks = _num_blocks(request, request.num_tokens) - len(hits)
-            if not admissible or num_new_blocks + owed > self.pool.num_free - self.pool.num_revived(hits):
+            if not admissible or num_new_blocks + owed > self.pool.num_available - self.pool.num_revived(hits):
+                return
+            num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
+            if not self._take_blocks(request, hits, num_external, num_new):
                 return
             self.waiting.popleft()
-            num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
-            self._take_blocks(request, hits, num_external, num_new)
             if num_external:
                 request.to(RequestStatus.WAITING_FOR_REMOTE_KVS)
                 self.loading[request.request_id] = request
@@ -251,19 +284,28 @@ class Scheduler:
                 budget -= num_new
             owed += _num_blocks_owed(request)
 
-    def _take_blocks(self, request: Request, hits: list[int], num_external: int, num_new: int) -> None:
-        """Lay out the block table of an admitted request: | local hits | to be loaded | to be computed |."""
+    def _take_blocks(self, request: Request, hits: list[int], num_external: int, num_new: int) -> bool:
+        """Lay out the block table of a request to be admitted: | local hits | to be loaded | to be computed |.
+
+        False, and nothing taken, if idle leases that were counted on have been claimed meanwhile: the request waits
+        until the claims are over.
+        """
         num_local = len(hits) * request.block_size
-        num_blocks = _num_blocks(request, num_local + num_external + num_new)
-        self.pool.take(hits)
-        request.block_ids = hits + self.pool.allocate(num_blocks - len(hits))
+        num_new_blocks = _num_blocks(request, num_local + num_external + num_new) - len(hits)
+        self.pool.take(hits)  # first, for they may lie in the very lease that is revoked for the rest
+        if not self._reclaim(num_new_blocks):
+            self.pool.free(hits)
+            return False
+        request.block_ids = hits + self.pool.allocate(num_new_blocks)
         request.num_computed_tokens = num_local + num_external
         if self.enable_prefix_caching:
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += num_local
-        if request.first_scheduled_time is None:
+        if not request.num_output_tokens:
+            # Preempted before its first token, a prompt is what it is the next time.
             request.num_cached_tokens, request.num_external_tokens = num_local, 0
         self.connector.update_state_after_alloc(request, request.block_ids, num_external)
+        return True
 
     def _give(self, request: Request, num_new: int, scheduled: list[ScheduledRequest]) -> None:
         if request.first_scheduled_time is None:
@@ -287,7 +329,10 @@ class Scheduler:
     def _apply(self, outcomes: Sequence[ConnectorOutcome]) -> None:
         for outcome in outcomes:
             if isinstance(outcome, BlocksReleased):
-                self.pool.free(outcome.block_ids)
+                self._release(outcome)
+                continue
+            if isinstance(outcome, BlocksClaimed):
+                self.pool.pin(outcome.block_ids)
                 continue
             request = self.loading.pop(outcome.request_id)
             if isinstance(outcome, LoadFailed) and outcome.kept_block_ids:
@@ -298,6 +343,11 @@ class Scheduler:
                 self._loaded(request)
             else:
                 self._load_failed(request, outcome)
+
+    def _release(self, released: BlocksReleased) -> None:
+        if released.idle:
+            self.pool.pin(released.block_ids)
+        self.pool.free(released.block_ids)
 
     def _loaded(self, request: Request) -> None:
         """The KV is there. If it is that of the whole prompt, its last token is computed again for the logits, and
@@ -356,6 +406,16 @@ class Scheduler:
             return self._too_long(request.num_prompt_tokens)
         return None
 
+    def _cache_miss(self, request: Request, hits: Sequence[int]) -> str | None:
+        """Why a request is refused that was sent here for what the prefix cache holds, if it does not hold it."""
+        params = request.kv_transfer_params
+        if params is None or params.max_prefill_tokens is None or request.num_preemptions:
+            return None
+        missing = request.num_prompt_tokens - len(hits) * request.block_size
+        if missing <= params.max_prefill_tokens:
+            return None
+        return f"{missing} of {request.num_prompt_tokens} prompt tokens are not in the prefix cache any more"
+
     def _too_long(self, num_tokens: int) -> str:
         return f"{num_tokens} tokens do not fit into this engine's KV cache of {self.pool.num_blocks} blocks"
 
@@ -379,7 +439,9 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         hold, params = self.connector.request_finished(request)
-        if not hold and request.request_id not in self.loading:
+        if hold is Hold.REVOCABLE:
+            self.pool.idle(request.block_ids)
+        elif hold is Hold.NOTHING and request.request_id not in self.loading:
             self._free(request)
         self.num_finished[status.value] += 1
         self._outputs.append(
@@ -424,4 +486,6 @@ def _num_blocks_owed(request: Request) -> int:
 
 def _wants_load(request: Request) -> bool:
     params = request.kv_transfer_params
-    return params is not None and bool(params.do_remote_prefill) and request.num_preemptions == 0
+    if params is None or request.num_preemptions:
+        return False
+    return bool(params.do_remote_prefill or (params.do_remote_decode and any(params.remote_block_ids or ())))

@@ -11,8 +11,9 @@ import tokenizers
 from tokenizers import decoders
 
 from engine.chat_template import ChatTemplate, ChatTemplateError, Message, compiled
-from engine.detokenizer import ByteLevelDecoder, IncrementalDecoder, WindowDecoder, bytes_of_token
+from engine.detokenizer import ByteLevelDecoder, IncrementalDecoder, WindowDecoder, bytes_of_piece, bytes_of_token
 from engine.model.errors import ModelError
+from engine.splice import Spelling, splice
 
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
@@ -38,6 +39,7 @@ class Tokenizer:
         self._skipped = frozenset(id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
+        self._spelling = Spelling(backend)
         self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -58,6 +60,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def splice(self, ids: list[int], known: Sequence[int]) -> tuple[list[int], int]:
+        """`ids` with the beginning of `known` in place of theirs where the text is provably the same, and how many of
+        `known` that put in."""
+        return splice(ids, known, self._spelling)
 
     def stream(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
         """A decoder for one output, fed as its tokens come."""
@@ -130,8 +137,4 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
-            return bytes_of_token(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+        return bytes_of_token(token) if self._byte_level else bytes_of_piece(token)

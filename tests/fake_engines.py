@@ -20,6 +20,7 @@ from tests.fake_runner import BLOCK_SIZE, FakeKV, FakeRunner, kv_of, make_reques
 LAYOUT = "layout-1"
 LEASE_SECONDS = 6.0
 CLAIM_SECONDS = 4.0
+OFFER_SECONDS = 100.0
 
 
 class FakeEngine:
@@ -40,13 +41,19 @@ class FakeEngine:
         policy: str = "recompute",
         kv_layout: str = LAYOUT,
         lease_seconds: float = LEASE_SECONDS,
+        bidirectional: bool = True,
+        recompute_threshold: int = 0,
+        offer_seconds: float = OFFER_SECONDS,
+        clock_offset: float = 0.0,
     ) -> None:
+        """`clock_offset` is what this engine's clock is ahead of the network's."""
         self.network = network or FakeNetwork()
+        self.clock = lambda: self.network.clock.now + clock_offset
         self.kv = FakeKV(num_blocks, block_size)
         self.runner = FakeRunner(self.kv)
         self.pool = BlockPool(num_blocks)
         self.events: deque[TransferEvent] = deque()
-        self.leases = Leases(claim_seconds=CLAIM_SECONDS, clock=self.network.clock)
+        self.leases = Leases(claim_seconds=CLAIM_SECONDS, clock=self.clock)
         self.connector: KVConnector | NullConnector = NullConnector()
         if network is not None:
             peer = Peer(name, f"{name}.test", 8100)
@@ -64,7 +71,10 @@ class FakeEngine:
                 kv_layout=kv_layout,
                 lease_seconds=lease_seconds,
                 load_failure_policy=policy,
-                clock=self.network.clock,
+                bidirectional=bidirectional,
+                recompute_threshold=recompute_threshold,
+                offer_seconds=offer_seconds,
+                clock=self.clock,
             )
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -73,7 +83,7 @@ class FakeEngine:
             pool=self.pool,
             connector=self.connector,
             enable_prefix_caching=enable_prefix_caching,
-            clock=self.network.clock,
+            clock=self.clock,
         )
         self.tokens: dict[str, list[int]] = {}
         """Output so far, per request."""
@@ -101,7 +111,7 @@ class FakeEngine:
     def step(self, *, during=None) -> bool:
         """One turn of the loop; False if there was nothing to compute. `during` runs while the step does."""
         self.settle()
-        self.scheduler.expire(self.network.clock.now)
+        self.scheduler.update_leases(self.clock())
         batch = self.scheduler.schedule()
         self.check()
         if batch is not None:
@@ -136,14 +146,24 @@ class FakeEngine:
     def final(self, request: Request) -> Output:
         return self.finals[request.request_id]
 
-    def prefill(self, prompt: Sequence[int], **options) -> KVTransferParams:
+    def prefill(self, prompt: Sequence[int], *, offer: KVTransferParams | None = None, **options) -> KVTransferParams:
         """A whole prefill leg; the params of its answer."""
-        params = KVTransferParams.for_prefill()
+        params = KVTransferParams.for_prefill(offer)
         request = self.submit(prompt, max_tokens=options.pop("max_tokens", 1), params=params, **options)
         self.run()
+        return self.said(request).for_decode()
+
+    def decode(self, prompt: Sequence[int], params: KVTransferParams, **options) -> tuple[list[int], KVTransferParams]:
+        """A whole decode leg; its tokens, and the params of its answer."""
+        request = self.submit(prompt, params=params, **options)
+        self.run()
+        return self.answer(request), self.said(request)
+
+    def said(self, request: Request) -> KVTransferParams:
+        """The params of an answer, as they arrive at the router."""
         params = self.final(request).kv_transfer_params
-        assert params is not None
-        return KVTransferParams.parse(params.to_json()).for_decode()
+        assert params is not None, f"{request.request_id} offers nothing"
+        return KVTransferParams.parse(params.to_json())
 
     # Invariants
 
@@ -154,7 +174,7 @@ class FakeEngine:
         tables = [(request.request_id, tuple(request.block_ids)) for request in holders]
         tables += [(f"lease {key}", lease.block_ids) for key, lease in self.leases._leases.items()]
         if isinstance(self.connector, KVConnector):
-            tables += [(f"stalled {key}", block_ids) for key, block_ids in self.connector._stalled.items()]
+            tables += [(f"stalled {key}", block_ids) for key, block_ids in self.connector.reader.stalled.items()]
         return tables
 
     def check(self) -> None:
@@ -168,8 +188,23 @@ class FakeEngine:
             assert (block.block_id in pool.free_ids) == (count == 0)
             assert count <= 1 or block.block_hash is not None, f"block {block.block_id} is shared without a name"
         assert pool.num_free + pool.num_used == pool.num_blocks
+        self._check_idle_references()
         self._check_names()
         self._check_queues()
+
+    def _check_idle_references(self) -> None:
+        """The pool knows of every revocable lease, but for claims it has not been told of."""
+        pool, idle = self.pool, [0] * self.pool.num_blocks
+        for lease in self.leases._leases.values():
+            assert lease.counted_idle or not lease.revocable or lease.claim_id is not None
+            for block_id in lease.block_ids if lease.counted_idle else ():
+                idle[block_id] += 1
+        for block, count in zip(pool.blocks, idle, strict=True):
+            assert block.idle_count == count, f"block {block.block_id}: {block.idle_count} idle counted, {count} are"
+        assert pool.num_idle == sum(block.ref_count == block.idle_count > 0 for block in pool.blocks)
+        pinned = [lease for lease in self.leases._leases.values() if not lease.revocable or lease.claim_id is not None]
+        assert self.leases.num_pinned_blocks == sum(len(lease.block_ids) for lease in pinned)
+        assert self.leases.num_claimed == sum(lease.claim_id is not None for lease in self.leases._leases.values())
 
     def _check_names(self) -> None:
         scheduler, size = self.scheduler, self.kv.block_size
@@ -194,13 +229,22 @@ class FakeEngine:
         assert {id(request) for request in queued} == {id(request) for request in scheduler.requests.values()}
 
     def check_idle(self) -> None:
-        """Nothing is left: no request, no lease, every block free."""
+        """No request is left, nothing is pinned, and every block is free or only on offer."""
         assert not self.scheduler.requests
         assert not self.scheduler.loading
+        assert len(self.leases) == self.leases.num_idle
+        assert self.leases.num_pinned_blocks == 0
+        assert self.pool.num_available == self.pool.num_blocks
+        assert self.pool.usage == 0
+
+    def check_empty(self) -> None:
+        """Nothing is left: no request, no lease, every block free."""
+        self.check_idle()
         assert len(self.leases) == 0
         assert self.pool.num_free == self.pool.num_blocks
         if isinstance(self.connector, KVConnector):
             assert self.connector.next_wakeup() is None
+        assert self.leases.num_granted == sum(self.leases.num_ended.values())
 
 
 FORGERIES = ("hashes left out", "hashes of another", "blocks of another", "reversed", "repeated", "shifted")

@@ -21,6 +21,9 @@ Size = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 BlockIds = Annotated[list[list[Count]], Field(max_length=64)]
 
+PREFIX_CACHE_MISS = "prefix_cache_miss"
+"""Error code of a decode engine that does not have the KV it was thought to have; see `max_prefill_tokens`."""
+
 M = TypeVar("M", bound=BaseModel)
 
 _REMOTE_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -88,6 +91,8 @@ class KVTransferParams(BaseModel):
     """Ours: fingerprint of model, dtype and block layout; KV is exchanged only between equals."""
     offer_blocks: bool | None = None
     """Ours, router to D for a turn without a hand-off: offer this turn's blocks to the next turn's prefill."""
+    max_prefill_tokens: Count | None = None
+    """Ours, router to D for such a turn: refuse it (409, PREFIX_CACHE_MISS) rather than compute more of its prompt."""
     remote_blocks_ttl: Seconds | None = None
     """Ours, D's answer: for how long from now the offer stands, unless the room is needed. A duration, since the clocks
     of two machines have nothing to do with each other."""
@@ -195,9 +200,13 @@ class KVTransferParams(BaseModel):
         return cls(**{**offered, **flags})
 
     @classmethod
-    def for_decode_alone(cls) -> KVTransferParams:
-        """Router to one of our D, for a turn that it prefills itself: offer the blocks to the next turn."""
-        return cls(do_remote_prefill=False, do_remote_decode=False, offer_blocks=True)
+    def for_decode_alone(cls, *, max_prefill_tokens: int | None = None) -> KVTransferParams:
+        """Router to one of our D, for a turn that it prefills itself: offer the blocks to the next turn. With
+        `max_prefill_tokens`: but only if no more than these are missing in its prefix cache."""
+        flags: dict[str, Any] = {"do_remote_prefill": False, "do_remote_decode": False, "offer_blocks": True}
+        if max_prefill_tokens is not None:
+            flags["max_prefill_tokens"] = max_prefill_tokens
+        return cls(**flags)
 
     def for_decode(self, prompt_token_ids: Sequence[int] | None = None) -> KVTransferParams:
         """Router to D: P's answer as it is, plus the ids P computed.

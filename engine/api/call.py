@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -28,6 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 _DEBT = web.RequestKey("debt", object)
 """The raw kv_transfer_params of a body whose request the engine has not taken over."""
+_IDS = "prompt_token_ids"
 _OWNER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _SIZE = web.RequestKey("size", int)
 MAX_REQUEST_ID_LENGTH = 128
@@ -48,13 +49,23 @@ class Call:
     request_id: str
     """The client's X-Request-Id, or one made up."""
     kv_transfer_params: KVTransferParams | None
-    """What the engine gets: only if one of its flags is set, and without prompt_token_ids."""
+    """What the engine gets: with one of the flags set, or to offer its blocks; never with prompt_token_ids."""
     prompt_token_ids: list[int] | None
-    """Ids the router took from the prefill answer; only with do_remote_prefill."""
+    """Ids that the router knows for this prompt, in the vocabulary; only with one of the flags set."""
 
     def engine_id(self, prefix: str, index: int = 0) -> str:
         """A request id no other request of this engine has, even if a client repeats its own."""
         return f"{prefix}-{self.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def part_of_handoff(self) -> bool:
+        """Whether another engine has computed the prompt, or goes on with it."""
+        params = self.kv_transfer_params
+        return params is not None and bool(params.do_remote_prefill or params.do_remote_decode)
+
+    def without_offer(self) -> Call:
+        """For what has no one prompt and one answer whose blocks could be offered."""
+        return self if self.part_of_handoff else replace(self, kv_transfer_params=None)
 
     @property
     def large(self) -> bool:
@@ -70,12 +81,14 @@ async def read_call(request: web.Request) -> Call:
     """Read and check what all generating endpoints share. Raises APIError."""
     body = await read_json(request)
     request[_DEBT] = body.get("kv_transfer_params")
-    serving = request.app[WORKER].require_accepting()
+    worker = request.app[WORKER]
+    serving = worker.require_accepting()
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_request("model: a string expected", param="model")
     serving.check_model(model)
-    params, prompt_token_ids = await offload(is_large(request), _transfer_params, body, serving)
+    may_offer = serving.kv is not None and worker.config.role != "prefill"
+    params, prompt_token_ids = await offload(is_large(request), _transfer_params, body, serving, may_offer)
     return Call(request, serving, body, request[REQUEST_ID], params, prompt_token_ids)
 
 
@@ -160,25 +173,43 @@ def _owner(raw: object) -> tuple[Peer, str] | None:
     return (Peer(engine_id, host, port), request_id) if engine_id and request_id and host and port else None
 
 
-def _transfer_params(body: dict[str, Any], serving: Serving) -> tuple[KVTransferParams | None, list[int] | None]:
+def _transfer_params(
+    body: dict[str, Any], serving: Serving, may_offer: bool
+) -> tuple[KVTransferParams | None, list[int] | None]:
     raw = body.get("kv_transfer_params")
     try:
         if body.get("ec_transfer_params") is not None:
             ECTransferParams.parse(body["ec_transfer_params"])
-        if not raw:
-            if raw is not None and not isinstance(raw, dict):
-                raise WireError("kv_transfer_params", "an object expected")
+        if raw is None or raw == {}:
             return None, None
-        params = KVTransferParams.parse(raw)
-        ids = params.prompt_token_ids if params.do_remote_prefill else None
-        if not (params.do_remote_prefill or params.do_remote_decode):
-            return None, None
+        params = KVTransferParams.parse(_without_ids(raw))
+        alone = not (params.do_remote_prefill or params.do_remote_decode)
+        if alone and not (params.offer_blocks and may_offer):
+            return None, None  # ids are not for clients: they would be a way around the chat template
+        ids = _prompt_ids(raw.get(_IDS), serving.vocab_size)
+        if alone:
+            return KVTransferParams.for_decode_alone(max_prefill_tokens=params.max_prefill_tokens), ids
         if serving.kv is None:
             raise WireError("kv_transfer_params", "this engine runs without a KV connector; start it with --role")
         serving.kv.connector.check(params)
     except WireError as error:
         raise bad_request(str(error), param=error.param) from None
-    return params.without("prompt_token_ids"), ids
+    return params, ids
+
+
+def _without_ids(raw: object) -> object:
+    return {key: value for key, value in raw.items() if key != _IDS} if isinstance(raw, dict) else raw
+
+
+def _prompt_ids(value: object, vocab_size: int) -> list[int] | None:
+    if value is None:
+        return None
+    where = f"kv_transfer_params.{_IDS}"
+    if not isinstance(value, list) or set(map(type, value)) != {int} or min(value) < 0:
+        raise WireError(where, "a list of token ids expected, with at least one")
+    if max(value) >= vocab_size:
+        raise WireError(where, f"token id {max(value)} is out of vocabulary, ids end at {vocab_size - 1}")
+    return value
 
 
 def _json_type(value: object) -> str:

@@ -14,7 +14,7 @@ from engine.api.call import Call, read_call
 from engine.api.context import Serving
 from engine.api.generation import Choice, Generation, Json, make_request
 from engine.api.offload import offload
-from engine.api.protocol import ChatPrompt, parse_chat
+from engine.api.protocol import ChatBody, ChatPrompt, parse_chat
 from engine.chat_template import ChatTemplateError
 from engine.output import Delta
 from engine.tokenizer import Tokenizer
@@ -59,14 +59,10 @@ def _render(tokenizer: Tokenizer, body: ChatPrompt) -> str:
         raise bad_request(f"messages: {error}", param="messages") from None
 
 
-async def _prompt_ids(call: Call, body: ChatPrompt) -> list[int]:
-    if call.prompt_token_ids is None:
-        special = bool(call.body.get("add_special_tokens"))
-        return await render(call.serving, body, add_special_tokens=special, large=call.large)
-    if max(call.prompt_token_ids) >= call.serving.vocab_size:
-        where = "kv_transfer_params.prompt_token_ids"
-        raise bad_request(f"{where}: out of vocabulary, ids end at {call.serving.vocab_size - 1}", param=where)
-    return call.prompt_token_ids
+async def _prompt_ids(call: Call, body: ChatBody) -> list[int]:
+    if call.prompt_token_ids is not None:
+        return call.prompt_token_ids
+    return await render(call.serving, body, add_special_tokens=bool(body.add_special_tokens), large=call.large)
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,12 @@ class ChatShape:
     name: str = "chat"
 
     def opening(self, choice: Choice) -> Json:
-        ids = {"prompt_token_ids": choice.request.prompt_token_ids} if self.return_token_ids else {}
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]) | ids
+        chunk = self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        if self.return_token_ids:
+            chunk["prompt_token_ids"] = choice.request.prompt_token_ids
+            chunk["num_cached_tokens"] = choice.num_reused_tokens
+        return chunk
 
     def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
         entry: Json = {

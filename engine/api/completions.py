@@ -23,9 +23,11 @@ async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
     _check_sizes(call.serving, call.body.get("prompt"))
     body = await offload(call.large, parse_completion, call.body)
-    if len(body.prompt) > 1 and call.kv_transfer_params is not None:
+    if len(body.prompt) > 1:
         # One set of blocks cannot be the KV of two prompts.
-        raise bad_request("prompt: only one is possible with kv_transfer_params", param="prompt")
+        if call.part_of_handoff:
+            raise bad_request("prompt: only one is possible with kv_transfer_params", param="prompt")
+        call = call.without_offer()
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": DEFAULT_MAX_TOKENS})
     prompts = await _prompt_ids(call.serving, body)
@@ -71,11 +73,13 @@ class CompletionShape:
 
     def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
         entry = self._entry(choice, delta.text)
+        told: Json = {}
         if self.return_token_ids:
             entry["token_ids"] = delta.token_ids
             if first:
                 entry["prompt_token_ids"] = choice.request.prompt_token_ids
-        return {**self._head(), "choices": [entry]} | choice.kv_json
+                told["num_cached_tokens"] = choice.num_reused_tokens
+        return {**self._head(), "choices": [entry]} | told | choice.kv_json
 
     def usage_chunk(self, usage: Json) -> Json:
         return {**self._head(), "choices": [], "usage": usage}

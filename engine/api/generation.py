@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from connectors.wire.openai import APIError, error_body, unavailable
-from connectors.wire.transfer import KVTransferParams
+from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from engine.api.call import Call
 from engine.api.protocol import GenerationBody
 from engine.hashing import hash_seed
@@ -46,13 +46,17 @@ class Choice:
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it."""
     kv_transfer_params: KVTransferParams | None = None
-    num_cached_tokens: int = 0
+    num_local_tokens: int = 0
+    """Prompt tokens this engine had in its prefix cache."""
+    num_external_tokens: int = 0
+    """Prompt tokens it loaded from another engine."""
     opened: bool = False
     """A chunk of it has been sent."""
 
     def take(self, output: Output) -> None:
         """Note what an output says beside its tokens."""
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.num_local_tokens = max(self.num_local_tokens, output.num_cached_tokens)
+        self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
         if output.finished:
             self.finish_reason = "stop" if self.stopped else output.finish_reason
             self.stop_reason = self.stop_reason if self.stopped else output.stop_token_id
@@ -62,6 +66,17 @@ class Choice:
     def stopped(self) -> bool:
         """A stop string was found; what the engine sampled since does not count."""
         return isinstance(self.stop_reason, str)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of the prompt nobody computed for this call, as far as this engine knows: with a remote prefill, what
+        the prefill engine says that it did not."""
+        params = self.request.kv_transfer_params
+        reused = self.num_local_tokens + self.num_external_tokens
+        if params is not None and params.do_remote_prefill:
+            told = (params.remote_prefill_cached_tokens, params.remote_prefill_pulled_tokens)
+            reused = self.num_local_tokens if told == (None, None) else sum(count or 0 for count in told)
+        return min(reused, self.request.num_prompt_tokens)
 
     @property
     def text(self) -> str:
@@ -183,18 +198,31 @@ class Generation:
     def _advance(self, choice: Choice, output: Output) -> Delta:
         if choice.stopped:  # by a stop string: the answer is whole, however the engine's side ends
             choice.take(output)
+            self._cut_offer(choice)
             return Delta("", [])
         if output.finish_reason == "error":
             choice.finish_reason = "error"
-            kind = "BadRequestError" if output.error_status < 500 else "InternalServerError"
-            raise APIError(output.error_status, output.error or "generation failed", type=kind)
+            raise _failure(output)
         if output.finish_reason == "abort":
             raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
         hide_last = output.finish_reason == "stop" and not choice.request.sampling.include_stop_str_in_output
         delta = choice.output.push(output.token_ids, last=output.finished, hide_last=hide_last)
         choice.stop_reason = delta.stop_string
         choice.take(output)
+        if delta.stop_string is not None:
+            self._cut_offer(choice)
         return delta
+
+    def _cut_offer(self, choice: Choice) -> None:
+        """An engine that ended the request before it heard of the stop string offers KV of more than the answer."""
+        params = choice.kv_transfer_params
+        if params is None or not params.do_remote_decode:
+            return
+        num_tokens = choice.request.num_prompt_tokens + choice.output.num_tokens
+        if (params.remote_num_tokens or 0) > num_tokens:
+            choice.kv_transfer_params = params.trimmed(num_tokens, block_size=choice.request.block_size)
+            if choice.kv_transfer_params is None:
+                self._call.serving.client.give_back(params)
 
     def _check_handoff(self, choice: Choice) -> None:
         params = choice.request.kv_transfer_params
@@ -209,7 +237,7 @@ class Generation:
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(map(_cached_tokens, self.choices))},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_reused_tokens for choice in self.choices)},
         }
 
     def _log(self) -> None:
@@ -252,9 +280,9 @@ def frame(value: Json) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _cached_tokens(choice: Choice) -> int:
-    """Tokens of the prompt nobody computed for this call: with a remote prefill, what the prefill engine reused."""
-    params = choice.request.kv_transfer_params
-    if params is not None and params.do_remote_prefill and params.remote_prefill_cached_tokens is not None:
-        return min(params.remote_prefill_cached_tokens, choice.request.num_prompt_tokens)
-    return choice.num_cached_tokens
+def _failure(output: Output) -> APIError:
+    message = output.error or "generation failed"
+    if output.error_status == 409:
+        return APIError(409, message, type="ConflictError", param="kv_transfer_params", code=PREFIX_CACHE_MISS)
+    kind = "BadRequestError" if output.error_status < 500 else "InternalServerError"
+    return APIError(output.error_status, message, type=kind)

@@ -55,7 +55,7 @@ async def claim(request: web.Request) -> web.Response:
             f"the blocks of this request cannot be read: their lease is {answer.reason}",
             type="LeaseError",
             param="request_id",
-            code="lease_expired",
+            code=f"lease_{answer.reason}",
         )
     return json_response(
         {

@@ -30,7 +30,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1000
 MAX_MESSAGES = 8192
 MAX_PARTS, MAX_PARTS_IN_ALL = 8192, 1 << 16
 MAX_TOOLS = 8192
-MAX_DETOKENIZE = 1 << 20
+MAX_TOKEN_IDS = 1 << 20
 _MAX_ID_DIGITS = 20
 """Digits of a token id as a key; int() itself refuses thousands of them."""
 _INT64 = 2**63
@@ -243,17 +243,25 @@ class CompletionBody(GenerationBody):
         return value
 
 
-class TokenizeText(Body):
+class TokenizeBody(Body):
     model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    known_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    """The conversation's ids so far: those sampled stay in the prompt where the text is the same."""
+
+    @field_validator("known_token_ids", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        return _at_most(MAX_TOKEN_IDS, value, "ids")
+
+
+class TokenizeText(TokenizeBody):
     prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
-class TokenizeChat(ChatPrompt):
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+class TokenizeChat(TokenizeBody, ChatPrompt):
+    pass
 
 
 class DetokenizeBody(Body):
@@ -263,7 +271,7 @@ class DetokenizeBody(Body):
     @field_validator("tokens", mode="before")
     @classmethod
     def _tokens(cls, value: object) -> object:
-        return _at_most(MAX_DETOKENIZE, value, "ids")
+        return _at_most(MAX_TOKEN_IDS, value, "ids")
 
 
 def _at_most(limit: int, value: object, what: str) -> object:
@@ -308,6 +316,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_prompt_text": _OFF,
 }
 """Known fields without a function here, with the values that do not ask for it."""
+_TOKENIZE_CHAT_OFF = {"chat_template": _UNSUPPORTED["chat_template"]}
 _CHAT_OFF: dict[str, tuple[object, ...]] = {"logprobs": _OFF}
 _COMPLETION_OFF: dict[str, tuple[object, ...]] = {"logprobs": (None,)}
 
@@ -323,11 +332,16 @@ def parse_chat(body: Mapping[str, Any]) -> ChatBody:
         )
     if not parsed.tools and choice not in (None, "none", "auto"):
         raise bad_request("tool_choice: needs tools", param="tool_choice")
-    if parsed.add_generation_prompt and parsed.continue_final_message:
-        raise bad_request(
-            "continue_final_message: cannot be combined with add_generation_prompt", param="continue_final_message"
-        )
+    _check_prompt_end(parsed)
     _check_stream_options(parsed)
+    return parsed
+
+
+def parse_tokenize_chat(body: Mapping[str, Any]) -> TokenizeChat:
+    """What would change a chat's prompt is taken, or refused, as the chat endpoint does it."""
+    _refuse_unsupported(body, _TOKENIZE_CHAT_OFF)
+    parsed = parse(TokenizeChat, body)
+    _check_prompt_end(parsed)
     return parsed
 
 
@@ -375,6 +389,13 @@ def _refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, tuple[objec
         value = body.get(field)
         if not any(type(value) is type(harmless) and value == harmless for harmless in off):
             raise bad_request(f"{field}: not supported by this engine, leave it out", param=field)
+
+
+def _check_prompt_end(body: ChatPrompt) -> None:
+    if body.add_generation_prompt and body.continue_final_message:
+        raise bad_request(
+            "continue_final_message: cannot be combined with add_generation_prompt", param="continue_final_message"
+        )
 
 
 def _check_stream_options(body: GenerationBody) -> None:

@@ -7,33 +7,47 @@ from aiohttp import web
 from connectors.wire.openai import bad_request
 from engine.api.call import is_large, read_json
 from engine.api.chat import render
-from engine.api.context import LONG_TEXT, WORKER
+from engine.api.context import LONG_TEXT, WORKER, Serving
 from engine.api.generation import json_response
 from engine.api.offload import offload
-from engine.api.protocol import DetokenizeBody, TokenizeChat, TokenizeText, parse
+from engine.api.protocol import DetokenizeBody, TokenizeChat, TokenizeText, parse, parse_tokenize_chat
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The ids of a text, or of a conversation under the chat template."""
+    """The ids of a text, or of a conversation under the chat template.
+
+    With `known_token_ids`, those the conversation had up to now, these stand in the answer as far as their text is
+    the same: the ids for a prompt whose KV is to be reused. `num_spliced` says how many do in place of others.
+    """
     raw = await read_json(request)
     serving = request.app[WORKER].require_serving()
+    large = is_large(request)
     body: TokenizeChat | TokenizeText
     if "messages" in raw:
-        large = is_large(request)
-        body = await offload(large, parse, TokenizeChat, raw)
-        serving.check_model(body.model)
+        body = await offload(large, parse_tokenize_chat, raw)
+        _check(serving, body)
         ids = await render(serving, body, add_special_tokens=bool(body.add_special_tokens), large=large)
     else:
-        body = parse(TokenizeText, raw)
-        serving.check_model(body.model)
+        body = await offload(large, parse, TokenizeText, raw)
+        _check(serving, body)
         ids = await serving.tokenize(
             body.prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt"
         )
+    num_spliced = 0
+    if body.known_token_ids:
+        long = len(ids) + len(body.known_token_ids) >= LONG_TEXT
+        ids, num_spliced = await offload(long, serving.tokenizer.splice, ids, body.known_token_ids)
     strings = None
     if body.return_token_strs:
         strings = await offload(len(ids) >= LONG_TEXT, lambda: list(map(serving.tokenizer.token_str, ids)))
     return json_response(
-        {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": ids, "token_strs": strings}
+        {
+            "count": len(ids),
+            "max_model_len": serving.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+            "num_spliced": num_spliced,
+        }
     )
 
 
@@ -42,8 +56,17 @@ async def detokenize(request: web.Request) -> web.Response:
     serving = request.app[WORKER].require_serving()
     body = await offload(is_large(request), parse, DetokenizeBody, raw)
     serving.check_model(body.model)
-    if max(body.tokens, default=0) >= serving.vocab_size:
-        raise bad_request(f"tokens: out of vocabulary, ids end at {serving.vocab_size - 1}", param="tokens")
+    _check_ids(serving, body.tokens, "tokens")
     long = len(body.tokens) >= LONG_TEXT
     text = await offload(long, serving.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
+
+
+def _check(serving: Serving, body: TokenizeChat | TokenizeText) -> None:
+    serving.check_model(body.model)
+    _check_ids(serving, body.known_token_ids or [], "known_token_ids")
+
+
+def _check_ids(serving: Serving, ids: list[int], param: str) -> None:
+    if max(ids, default=0) >= serving.vocab_size:
+        raise bad_request(f"{param}: out of vocabulary, ids end at {serving.vocab_size - 1}", param=param)

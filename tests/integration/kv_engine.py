@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -33,6 +33,8 @@ from connectors.transport import LeaseReleased, Peer, Pull, TransferEvent
 
 LAYOUT = "test-layout"
 PATIENCE = 20.0
+RECYCLED = 255
+"""The content of blocks that were given to others."""
 
 
 @dataclass
@@ -74,10 +76,8 @@ class KVEngine:
         self.options = options
         self.engine_id = str(uuid.uuid4())
         self.arena = np.zeros((options.num_blocks, options.block_bytes), np.uint8)
-        if options.seed is not None:
-            for block_id in range(options.num_blocks):
-                self.arena[block_id] = pattern(options.seed, block_id, options.block_bytes)
-        self.leases = Leases(claim_seconds=options.claim_seconds)
+        self.fill(range(options.num_blocks))
+        self.leases = Leases(claim_seconds=options.claim_seconds, on_claim=lambda: self.transport.wake())
         self.events: SimpleQueue[TransferEvent] = SimpleQueue()
         self.released: list[str] = []
         self.num_renewed = 0
@@ -89,7 +89,7 @@ class KVEngine:
             num_blocks=options.num_blocks,
             block_bytes=options.block_bytes,
             emit=self._emit,
-            claims_open=lambda: len(self.leases) > 0,
+            claims_open=lambda: self.leases.num_claimed > 0,
             transfer_timeout=options.transfer_timeout,
             handshake_timeout=options.handshake_timeout,
         )
@@ -105,8 +105,22 @@ class KVEngine:
         else:
             self.events.put(event)
 
-    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0) -> None:
-        self.leases.hold(request_id, block_ids, names_of(block_ids), duration)
+    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0, revocable: bool = False) -> None:
+        self.leases.hold(request_id, block_ids, names_of(block_ids), duration, revocable=revocable)
+
+    def fill(self, block_ids: Iterable[int]) -> None:
+        """Give blocks the content that is told by the seed, if there is one."""
+        if self.options.seed is not None:
+            for block_id in block_ids:
+                self.arena[block_id] = pattern(self.options.seed, block_id, self.options.block_bytes)
+
+    def revoke(self) -> str | None:
+        """Revoke the oldest lease and use its blocks for something else."""
+        ended = self.leases.revoke_oldest()
+        if ended is None:
+            return None
+        self.arena[list(ended.block_ids)] = RECYCLED
+        return ended.request_id
 
     def pull(
         self,
@@ -205,6 +219,7 @@ class State:
     num_claims: int = 0
     num_renewed: int = 0
     num_leases: int = 0
+    num_claimed: int = 0
     num_bad_notifications: int = 0
 
 
@@ -227,8 +242,15 @@ class OwnerProcess:
             self._peer = self._connection.recv()
         return self._peer
 
-    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0) -> None:
-        self._ask("hold", request_id, tuple(block_ids), duration)
+    def hold(self, request_id: str, block_ids: Sequence[int], duration: float = 60.0, revocable: bool = False) -> None:
+        self._ask("hold", request_id, tuple(block_ids), duration, revocable)
+
+    def fill(self, block_ids: Sequence[int]) -> None:
+        self._ask("fill", tuple(block_ids))
+
+    def revoke(self) -> str | None:
+        name: str | None = self._ask("revoke")
+        return name
 
     def pull(self, peer: Peer, request_id: str, local: Sequence[int], remote: Sequence[int]) -> None:
         self._ask("pull", peer, request_id, tuple(local), tuple(remote))
@@ -331,11 +353,14 @@ def _serve(options: Options, connection: Connection) -> None:
             engine.num_claims,
             engine.num_renewed,
             len(engine.leases),
+            engine.leases.num_claimed,
             engine.transport.num_bad_notifications,
         )
 
     commands: dict[str, Callable[..., object]] = {
         "hold": engine.hold,
+        "fill": engine.fill,
+        "revoke": engine.revoke,
         "pull": engine.pull,
         "event": engine.event,
         "holds": engine.holds,

@@ -90,6 +90,30 @@ def test_prefix_is_found_again(client: OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == 64
 
 
+def test_sampled_ids_of_an_answer_are_found_again_in_the_next_prompt(engine: Engine) -> None:
+    """/tokenize puts the known ids where it would cut the same text otherwise, and the prefix cache has their KV."""
+    letters = [engine.post("/tokenize", {"prompt": letter})[1]["tokens"][0] for letter in " hello the"]
+    _, whole = engine.post("/tokenize", {"prompt": " hello the"})
+    assert whole["tokens"] != letters
+    known, text = letters * 8, " hello the" * 8
+    ask = {"max_tokens": 1, "temperature": 0, "stream": True, "return_token_ids": True}
+    first = stream(engine, ask | {"prompt": known})[0]
+    assert (first["num_cached_tokens"], first["choices"][0]["prompt_token_ids"]) == (0, known)
+    _, spliced = engine.post("/tokenize", {"prompt": text + " world", "known_token_ids": known})
+    assert spliced["tokens"][: len(known)] == known
+    assert spliced["num_spliced"] == len(known)
+    assert engine.post("/detokenize", {"tokens": spliced["tokens"]})[1] == {"prompt": text + " world"}
+    first = stream(engine, ask | {"prompt": spliced["tokens"]})[0]
+    assert first["num_cached_tokens"] == len(known) // 16 * 16
+
+
+def stream(engine: Engine, body: dict[str, Any]) -> list[Any]:
+    request = urllib.request.Request(f"{engine.url}/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        events = answer.read().decode().split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
 def test_client_lists_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"

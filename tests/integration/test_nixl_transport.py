@@ -121,6 +121,49 @@ def test_both_directions_at_once(tls: str | None) -> None:
         other.kill()
 
 
+@TRANSPORTS
+def test_a_claim_wakes_an_idle_owner(tls: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read over TCP needs the owner's thread several times, and so does the notification."""
+    monkeypatch.setattr(nixl, "PAUSE_SHARE", 1000.0)  # idle at once, not in five seconds
+    monkeypatch.setattr(nixl, "IDLE_PAUSE", 30.0)
+    blocks = list(range(32))
+    with OwnerProcess(Options(ucx_tls=tls)) as other, closing(KVEngine(Options(seed=SEED, ucx_tls=tls))) as here:
+        here.hold("next-turn", blocks, revocable=True)
+        started = time.monotonic()
+        other.pull(here.peer, "next-turn", blocks, blocks)
+        done(other.event())
+        assert other.holds(SEED, blocks, blocks)
+        wait_until(lambda: here.released == ["next-turn"])
+        assert time.monotonic() - started < 10.0
+
+
+@TRANSPORTS
+def test_a_pull_meets_its_blocks_revocation_in_any_order(tls: str | None) -> None:
+    """The owner gives blocks away while they are being claimed: they are read as they were on offer, or not at all."""
+    outcomes = {"read": 0, "refused": 0}
+    with OwnerProcess(Options(seed=SEED, ucx_tls=tls)) as owner, closing(KVEngine(Options(ucx_tls=tls))) as reader:
+        for n in range(40):
+            name, blocks = f"raced-{n}", [n % 16 * 4 + offset for offset in range(4)]
+            owner.fill(blocks)
+            owner.hold(name, blocks, revocable=True)
+            reader.arena[:] = 0
+            reader.pull(owner.peer, name, blocks, blocks)
+            time.sleep(0.0005 * (n % 8))  # the race is about the time the claim takes
+            revoked = owner.revoke()
+            event = reader.event()
+            if revoked is None:
+                done(event)
+                assert reader.holds(SEED, blocks, blocks)
+                wait_until(lambda name=name: name in owner.state().released)  # type: ignore[misc]
+                outcomes["read"] += 1
+            else:
+                assert revoked == name
+                assert "revoked" in failed(event, "claim").detail
+                assert not reader.arena.any()
+                outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0, outcomes
+
+
 def test_releases_and_heartbeats_go_by_http(owner: OwnerProcess, reader: KVEngine) -> None:
     owner.hold("heartbeat", [1], duration=0.5)
     owner.hold("unread", [2])
@@ -465,6 +508,8 @@ def test_idle_transport_costs_next_to_nothing(reader: KVEngine, monkeypatch: pyt
         with open(f"/proc/self/task/{thread.native_id}/schedstat") as stat:
             return int(stat.read().split()[0]) / 1e9
 
+    for n in range(1_000):
+        reader.hold(f"next-turn-{n}", [0], duration=480.0, revocable=True)
     wait_until(lambda: not reader.transport.num_pulls)
     started, before = time.monotonic(), transfer_seconds()
     reader.no_event(2.0)

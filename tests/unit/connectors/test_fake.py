@@ -155,3 +155,20 @@ def test_messages_can_be_late_or_lost(network: FakeNetwork, owner: End, reader: 
     reader.transport.release(P, "more")
     network.advance(5)
     assert len(owner.events) == 1
+
+
+def test_an_unreachable_owner_answers_nothing_and_hears_nothing(network: FakeNetwork, owner: End, reader: End) -> None:
+    network.unreachable = {"p"}
+    reader.transport.pull(pull())
+    reader.transport.release(P, "theirs")
+    network.advance()
+    assert isinstance(reader.events[0], PullFailed)
+    assert (reader.events[0].reason, reader.transport.num_handshakes_failed) == ("handshake", {"handshake": 1})
+    network.unreachable = set()
+    network.faults = lambda pull: Fault(before_done=1)
+    reader.transport.pull(pull())
+    network.advance()
+    network.unreachable = {"p"}
+    network.advance(1)
+    assert isinstance(reader.events[1], PullDone)
+    assert (owner.events, len(owner.leases)) == ([], 1), "what was read is good, and its end unknown to the owner"

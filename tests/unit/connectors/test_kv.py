@@ -27,14 +27,24 @@ def engines() -> tuple[FakeEngine, FakeEngine]:
     ("prompt", "loaded"),
     [
         (prompt_of(18), 18),
-        ([*prompt_of(18), 7], 16),
+        ([*prompt_of(18), 7], 18),
+        ([*prompt_of(17), 7], 16),
         ([*prompt_of(18)[:9], 7, *prompt_of(18)[10:]], 8),
         (prompt_of(18)[:10], 8),
         (prompt_of(18)[:8], 8),
         ([7, *prompt_of(18)[1:]], 0),
         ([*prompt_of(16), *prompt_of(20, 9)], 16),
     ],
-    ids=["same", "longer", "edited", "shorter", "shorter by whole blocks", "other start", "other end"],
+    ids=[
+        "same",
+        "longer",
+        "other last token",
+        "edited",
+        "shorter",
+        "shorter by whole blocks",
+        "other start",
+        "other end",
+    ],
 )
 def test_only_the_hash_equal_prefix_is_loaded(
     engines: tuple[FakeEngine, FakeEngine], prompt: list[int], loaded: int
@@ -43,7 +53,7 @@ def test_only_the_hash_equal_prefix_is_loaded(
     assert decode(d, prompt, p.prefill(prompt_of(18))) == loaded
     settle_all(p, d, seconds=1)
     p.check_idle()
-    assert p.connector.num_leases_expired == 0
+    assert p.leases.num_ended["expired"] == 0
 
 
 def test_tokens_generated_by_the_prefill_engine_are_part_of_the_prefix(engines: tuple[FakeEngine, FakeEngine]) -> None:
@@ -59,15 +69,36 @@ def test_another_salt_loads_nothing(engines: tuple[FakeEngine, FakeEngine]) -> N
     request = d.submit(prompt_of(10), params=p.prefill(prompt_of(10)), hash_seed=b"another salt")
     d.run()
     assert request.num_external_tokens == 0
-    assert d.connector.num_not_pulled == {"hashes": 1}
+    assert d.connector.reader.num_not_pulled == {"hashes": 1}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_without_hashes_nothing_is_loaded(engines: tuple[FakeEngine, FakeEngine], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "loaded", "failed"),
+    [
+        (prompt_of(10), 10, {}),
+        ([*prompt_of(10), 7], 10, {}),
+        (prompt_of(9), 8, {}),
+        (prompt_of(8), 8, {}),
+        (prompt_of(10, 1), 0, {"hashes": 1}),
+        ([*prompt_of(8), 7, 7, 7], 0, {"hashes": 1}),
+    ],
+    ids=["same", "longer", "shorter", "shorter by whole blocks", "other", "other end"],
+)
+def test_without_hashes_the_owner_tells_at_the_claim(
+    engines: tuple[FakeEngine, FakeEngine], prompt: list[int], loaded: int, failed: dict[str, int]
+) -> None:
     p, d = engines
     bare = p.prefill(prompt_of(10)).without("remote_block_hashes")
-    assert decode(d, prompt_of(10, seed), bare) == 0
-    assert d.connector.num_not_pulled == {"hashes": 1}
+    assert decode(d, prompt, bare) == loaded
+    assert d.connector.reader.num_pulls_failed == failed
+    settle_all(p, d, seconds=1)
+    p.check_idle()
+
+
+def test_without_hashes_a_prompt_within_the_first_block_is_computed(engines: tuple[FakeEngine, FakeEngine]) -> None:
+    p, d = engines
+    assert decode(d, prompt_of(3), p.prefill(prompt_of(10)).without("remote_block_hashes")) == 0
+    assert d.connector.reader.num_not_pulled == {"length": 1}
     settle_all(p, d, seconds=1)
     p.check_idle()
 
@@ -99,7 +130,7 @@ def test_the_part_that_is_pulled_is_compared_in_its_place(engines: tuple[FakeEng
     assert decode(d, prompt_of(16), params) == 8
     (_, pull) = d.transport.pulls
     assert (pull.first_block, len(pull.block_hashes)) == (2, 2)
-    assert not d.connector.num_pulls_failed
+    assert not d.connector.reader.num_pulls_failed
 
 
 @pytest.mark.parametrize("kv_layout", [None, "another layout"])
@@ -108,7 +139,7 @@ def test_kv_of_an_unknown_layout_is_not_loaded(engines: tuple[FakeEngine, FakeEn
     params = p.prefill(prompt_of(10))
     params = params.without("kv_layout") if kv_layout is None else params.with_(kv_layout=kv_layout)
     assert decode(d, prompt_of(10), params) == 0
-    assert d.connector.num_not_pulled == {"layout": 1}
+    assert d.connector.reader.num_not_pulled == {"layout": 1}
     settle_all(p, d, seconds=1)
     p.check_idle()
 
@@ -119,9 +150,11 @@ def test_blocks_of_another_size_are_not_an_error(engines: tuple[FakeEngine, Fake
     assert decode(d, prompt_of(10), params) == 0
 
 
-def test_hashes_that_claim_more_than_the_tokens_are_not_believed(engines: tuple[FakeEngine, FakeEngine]) -> None:
+def test_hashes_of_more_than_the_tokens_count_as_far_as_they_are_of_whole_blocks(
+    engines: tuple[FakeEngine, FakeEngine],
+) -> None:
     p, d = engines
-    assert decode(d, prompt_of(12), p.prefill(prompt_of(12)).with_(remote_num_tokens=9)) == 0
+    assert decode(d, prompt_of(12), p.prefill(prompt_of(12)).with_(remote_num_tokens=9)) == 8
 
 
 def test_two_requests_with_one_lease_never_both_read_it(engines: tuple[FakeEngine, FakeEngine]) -> None:
@@ -131,7 +164,7 @@ def test_two_requests_with_one_lease_never_both_read_it(engines: tuple[FakeEngin
     d.run()
     for request in requests:
         assert d.answer(request) == expected_output(prompt_of(10), max_tokens=2)
-    assert (d.connector.num_pulls_done, d.connector.num_pulls_failed) == (1, {"claim": 1})
+    assert (d.connector.reader.num_pulls_done, d.connector.reader.num_pulls_failed) == (1, {"claim": 1})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +204,7 @@ def test_a_refusal_releases_what_it_can_name(engines: tuple[FakeEngine, FakeEngi
     settle_all(p, other_p, seconds=1)
     assert "do_remote_prefill" in (other_p.final(request).error or "")
     p.check_idle()
-    assert p.connector.num_leases_released == 1
+    assert p.leases.num_ended["released"] == 1
 
 
 def test_requests_without_params_are_left_alone(engines: tuple[FakeEngine, FakeEngine]) -> None:
@@ -216,11 +249,11 @@ def test_a_request_admitted_at_once_needs_no_heartbeat(engines: tuple[FakeEngine
 def test_bytes_are_those_of_the_blocks_moved(engines: tuple[FakeEngine, FakeEngine]) -> None:
     p, d = engines
     decode(d, prompt_of(10), p.prefill(prompt_of(10)))
-    assert d.connector.num_bytes_pulled == 3 * len(d.kv.read(0))
-    assert (d.connector.num_pulls_done, d.connector.num_tokens_pulled) == (1, 10)
-    assert (p.connector.num_leases_held, p.connector.num_leases_released) == (1, 0)
+    assert d.connector.reader.num_bytes_pulled == 3 * len(d.kv.read(0))
+    assert (d.connector.reader.num_pulls_done, d.connector.reader.num_tokens_pulled) == (1, {"prefill": 10})
+    assert (p.leases.num_granted, p.leases.num_ended["released"]) == (1, 0)
     p.settle()
-    assert p.connector.num_leases_released == 1
+    assert p.leases.num_ended["released"] == 1
 
 
 def test_closing_sends_the_releases_that_are_due() -> None:

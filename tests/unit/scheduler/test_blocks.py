@@ -84,3 +84,46 @@ def test_misuse_is_an_error() -> None:
     pool.free(block_ids)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(block_ids)
+
+
+def test_idle_references_are_room_that_can_be_had() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(3)
+    pool.idle(table)
+    assert (pool.num_free, pool.num_idle, pool.num_available, pool.usage) == (1, 3, 4, 0.0)
+    pool.pin(table)
+    assert (pool.num_idle, pool.num_available, pool.usage) == (0, 1, 0.75)
+    pool.free(table)
+    assert (pool.num_free, pool.num_idle) == (4, 0)
+
+
+def test_a_block_that_someone_uses_is_not_idle() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.cache(block, b"a")
+    pool.idle([block])
+    assert pool.num_revived([block]) == 1
+    pool.take([block])
+    assert (pool.num_idle, pool.num_revived([block])) == (0, 0)
+    pool.free([block])
+    assert (pool.num_idle, pool.blocks[block].ref_count) == (1, 1)
+    pool.take([block])
+    pool.idle([block])
+    assert (pool.num_idle, pool.blocks[block].idle_count) == (1, 2), "on offer twice"
+    for left in (1, 0):
+        pool.pin([block])
+        pool.free([block])
+        assert pool.num_idle == left
+    assert pool.num_free == 2
+
+
+def test_idle_references_are_not_freed_by_mistake() -> None:
+    pool = BlockPool(1)
+    table = pool.allocate(1)
+    with pytest.raises(AssertionError, match="no idle reference"):
+        pool.pin(table)
+    pool.idle(table)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(table)
+    with pytest.raises(AssertionError, match="more idle references"):
+        pool.idle(table)

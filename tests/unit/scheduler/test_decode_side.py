@@ -51,7 +51,7 @@ def test_block_edges(length: int) -> None:
     assert d.answer(request) == expected_output(prompt, max_tokens=6)
     assert d.runner.num_computed[request.request_id] == 1 + 5
     settle_all(p, d, seconds=1)
-    assert (p.connector.num_released_unknown, p.connector.num_leases_expired) == (0, 0)
+    assert (p.connector.owner.num_released_unknown, p.leases.num_ended["expired"]) == (0, 0)
     p.check_idle()
     d.check_idle()
 
@@ -103,7 +103,8 @@ def test_what_the_local_cache_has_is_not_pulled() -> None:
     assert (len(pull.local_block_ids), len(pull.remote_block_ids)) == (3, 3)
     assert (request.num_cached_tokens, request.num_external_tokens) == (8, 10)
     assert d.answer(request) == expected_output(prompt_of(18), max_tokens=2)
-    assert d.connector.num_tokens_pulled == 10
+    assert d.connector.reader.num_tokens_pulled == {"prefill": 10}
+    assert d.connector.reader.num_tokens_not_pulled == {("prefill", "cached"): 8}
 
 
 def test_a_full_local_hit_releases_at_once() -> None:
@@ -117,8 +118,8 @@ def test_a_full_local_hit_releases_at_once() -> None:
     assert not d.transport.pulls
     settle_all(p, d, seconds=1)
     p.check_idle()
-    assert (p.connector.num_leases_released, p.connector.num_leases_expired) == (1, 0)
-    assert d.connector.num_not_pulled == {"cached": 1}
+    assert (p.leases.num_ended["released"], p.leases.num_ended["expired"]) == (1, 0)
+    assert d.connector.reader.num_not_pulled == {"cached": 1}
 
 
 def test_a_load_waits_for_blocks() -> None:
@@ -248,7 +249,7 @@ def test_abort_while_loading_keeps_the_blocks_until_the_transfer_ends(seconds: f
     settle_all(p, d, seconds=1)
     p.check_idle()
     d.check_idle()
-    assert p.connector.num_leases_expired == 0
+    assert p.leases.num_ended["expired"] == 0
 
 
 def test_abort_before_admission_releases_the_lease() -> None:
@@ -257,7 +258,7 @@ def test_abort_before_admission_releases_the_lease() -> None:
     d.abort(request)
     settle_all(p, d, seconds=1)
     p.check_idle()
-    assert d.connector.num_not_pulled == {"abandoned": 1}
+    assert d.connector.reader.num_not_pulled == {"abandoned": 1}
 
 
 def test_a_prompt_that_can_never_fit_releases_the_lease() -> None:
@@ -266,7 +267,7 @@ def test_a_prompt_that_can_never_fit_releases_the_lease() -> None:
     settle_all(p, d, seconds=1)
     assert d.final(request).error_status == 400
     p.check_idle()
-    assert p.connector.num_leases_released == 1
+    assert p.leases.num_ended["released"] == 1
 
 
 @pytest.mark.parametrize("reason", ["handshake", "engine_id", "claim", "disconnected", "timeout", "transfer"])
@@ -279,7 +280,7 @@ def test_a_failed_load_is_computed_instead(reason: str) -> None:
     d.run()
     assert d.answer(request) == expected_output(prompt, max_tokens=3)
     assert d.answer(other) == expected_output(prompt_of(5, 1), max_tokens=8)
-    assert d.connector.num_pulls_failed == {reason: 1}
+    assert d.connector.reader.num_pulls_failed == {reason: 1}
     assert (request.num_external_tokens, len(d.transport.pulls)) == (0, 1)
     settle_all(p, d)
     p.check_idle()
@@ -348,7 +349,7 @@ def test_a_stalled_load_lets_the_request_go_but_not_the_blocks(policy: str, abor
     network.advance(20)
     d.step()
     assert d.answer(other) == expected_output(prompt_of(30, 1), max_tokens=2)
-    assert d.connector.num_pulls_failed == {"timeout": 1}
+    assert d.connector.reader.num_pulls_failed == {"timeout": 1}
     settle_all(p, d)
     p.check_idle()
     d.check_idle()
@@ -370,7 +371,7 @@ def test_heartbeats_keep_the_lease_while_the_request_queues() -> None:
     d.run()
     assert d.answer(request) == expected_output(prompt, max_tokens=2)
     assert request.num_external_tokens == 10
-    assert p.connector.num_leases_expired == 0
+    assert p.leases.num_ended["expired"] == 0
     assert len(d.transport.renewals) <= 60 / 2 + 2, "one every lease/6"
     assert local.status.finished
     assert blocker.status.finished
@@ -388,8 +389,8 @@ def test_without_heartbeats_the_kv_is_computed_again() -> None:
         network.advance(LEASE_SECONDS / 12)
         p.step()
     d.run()
-    assert p.connector.num_leases_expired == 1
-    assert d.connector.num_pulls_failed == {"claim": 1}
+    assert p.leases.num_ended["expired"] == 1
+    assert d.connector.reader.num_pulls_failed == {"claim": 1}
     assert d.answer(request) == expected_output(prompt_of(10), max_tokens=2)
 
 
@@ -403,9 +404,9 @@ def test_a_read_that_outlasts_its_claim_is_not_used_even_if_the_blocks_were_give
     p.run()
     d.run()
     assert d.answer(request) == expected_output(prompt_of(14), max_tokens=2)
-    assert d.connector.num_pulls_failed == {"expired": 1}
+    assert d.connector.reader.num_pulls_failed == {"expired": 1}
     settle_all(p, d)
-    assert p.connector.num_released_after_expiry == 1
+    assert p.connector.owner.num_released_after_expiry == 1
 
 
 def test_a_release_meant_for_queued_blocks_does_not_disturb_a_reader() -> None:
@@ -432,7 +433,7 @@ def test_the_lease_is_released_under_the_owners_name_for_it() -> None:
     assert d.transport.pulls[0].remote_request_id == "cmpl-one-p"
     settle_all(p, d, seconds=1)
     assert request.request_id in d.finals
-    assert (p.connector.num_released_unknown, p.connector.num_leases_released) == (0, 1)
+    assert (p.connector.owner.num_released_unknown, p.leases.num_ended["released"]) == (0, 1)
 
 
 def test_events_for_requests_nobody_knows_change_nothing() -> None:
@@ -440,7 +441,7 @@ def test_events_for_requests_nobody_knows_change_nothing() -> None:
     d.events.append(PullDone("gone", 1, 1.0))
     d.step()
     d.check_idle()
-    assert d.connector.num_pulls_done == 0
+    assert d.connector.reader.num_pulls_done == 0
 
 
 def test_params_stay_as_they_came() -> None:
@@ -461,7 +462,7 @@ def test_an_engine_can_be_both() -> None:
     both.run()
     assert both.answer(own) == expected_output(prompt_of(10), max_tokens=2)
     assert own.num_cached_tokens == 8
-    assert both.connector.num_not_pulled == {"self": 1}
+    assert both.connector.reader.num_not_pulled == {"self": 1}
     request = both.submit(prompt_of(14, 1), max_tokens=2, params=p.prefill(prompt_of(14, 1)))
     both.run()
     assert request.num_external_tokens == 14

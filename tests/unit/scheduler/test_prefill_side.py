@@ -55,6 +55,7 @@ def test_the_answer_says_everything_a_reader_needs(p: FakeEngine) -> None:
         "remote_registration_generation": 0,
         "transfer_mode": "pull",
         "remote_prefill_cached_tokens": 0,
+        "remote_prefill_pulled_tokens": 0,
         "remote_block_hashes": chain,
         "kv_layout": LAYOUT,
     }
@@ -115,7 +116,7 @@ def test_preemption_while_prefilling_exports_the_right_blocks(seed: int) -> None
     answer = d.submit(request.prompt_token_ids, max_tokens=5, params=params)
     d.run()
     assert d.answer(answer) == expected_output(request.prompt_token_ids, max_tokens=5)
-    assert not d.connector.num_pulls_failed
+    assert not d.connector.reader.num_pulls_failed
     network.advance(LEASE_SECONDS)
     p.step()
     assert all(rival.request_id in p.finals for rival in rivals)
@@ -193,10 +194,10 @@ def test_an_unread_lease_ends_by_itself(p: FakeEngine) -> None:
     p.network.advance(0.1)
     p.step()
     p.check_idle()
-    assert p.connector.num_leases_expired == 1
+    assert p.leases.num_ended["expired"] == 1
     p.events.append(LeaseReleased(request_id))
     p.step()
-    assert p.connector.num_released_after_expiry == 1
+    assert p.connector.owner.num_released_after_expiry == 1
 
 
 def test_a_second_release_frees_nothing(p: FakeEngine) -> None:
@@ -205,7 +206,7 @@ def test_a_second_release_frees_nothing(p: FakeEngine) -> None:
     for event in (LeaseReleased(request_id), LeaseReleased(request_id), LeaseReleased("never held")):
         p.events.append(event)
         p.step()
-    assert (p.connector.num_leases_released, p.connector.num_released_unknown) == (1, 2)
+    assert (p.leases.num_ended["released"], p.connector.owner.num_released_unknown) == (1, 2)
     p.run()
     assert p.answer(other) == expected_output(prompt_of(30, 1), max_tokens=30)
 

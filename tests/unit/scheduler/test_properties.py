@@ -1,16 +1,20 @@
 """Whatever clients, peers and the network do: no wrong KV, nothing lost, nothing left behind.
 
 A prefill and a decode engine with tiny pools and budgets, joined by a network that delays, fails, loses messages and
-lets leases run out, under arbitrary traffic. `FakeEngine.check` holds after every step, `FakeRunner` refuses to read KV
+lets leases run out, under arbitrary traffic: single requests, and conversations whose history is edited and whose KV
+goes from one engine to the other and back. `FakeEngine.check` holds after every step, `FakeRunner` refuses to read KV
 that is not the request's own, and at the end every answer is that of a lone cold engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -20,8 +24,16 @@ from connectors.kv import KVConnector
 from connectors.wire.transfer import KVTransferParams, WireError
 from engine.messages import Stop
 from engine.request import Request, RequestStatus
-from tests.fake_engines import CLAIM_SECONDS, FORGERIES, LEASE_SECONDS, OF_ITS_OWN_PROMPT, FakeEngine, forge
-from tests.fake_runner import prompt_of
+from tests.fake_engines import (
+    CLAIM_SECONDS,
+    FORGERIES,
+    LEASE_SECONDS,
+    OF_ITS_OWN_PROMPT,
+    OFFER_SECONDS,
+    FakeEngine,
+    forge,
+)
+from tests.fake_runner import BLOCK_SIZE, prompt_of
 
 FAMILIES = [prompt_of(24, seed) for seed in (11, 12)]
 PROMPTS = st.builds(
@@ -48,6 +60,51 @@ SAMPLING = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([frozenset(), frozenset(range(2, 12))]),
     }
 )
+EDITS = st.sampled_from(["none", "none", "none", "change", "drop", "insert", "truncate", "regenerate", "start anew"])
+NUM_CONVERSATIONS = 3
+MAX_HISTORY = 36
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What a router knows of one: its tokens, and where the KV of the last turn lies."""
+
+    history: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    """Of the last turn."""
+    offer: KVTransferParams | None = None
+    computed: list[int] = field(default_factory=list)
+    """The tokens that the decode engine offers the KV of."""
+    prefill: Request | None = None
+    decode: Request | None = None
+    """The leg of the turn that is under way."""
+
+    def edited(self, edit: str, at: int, suffix: list[int]) -> list[int]:
+        history = self.history if len(self.history) < MAX_HISTORY else self.history[:12]
+        at = at % len(history) if history else 0
+        match edit:
+            case "change":
+                history = [*history[:at], 7, *history[at + 1 :]]
+            case "drop":
+                history = [*history[:at], *history[at + 3 :]]
+            case "insert":
+                history = [*history[:at], 7, *history[at:]]
+            case "truncate":
+                history = history[:at]
+            case "regenerate":
+                return self.prompt or suffix
+            case "start anew":
+                history = []
+        return [*history, *suffix]
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two sequences start with."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+SEEN: Counter[str] = Counter()
+"""What came about in all the examples together."""
 
 
 @cache
@@ -59,15 +116,28 @@ def lone_answer(prompt: tuple[int, ...], sampling: tuple[tuple[str, object], ...
     return engine.answer(request)
 
 
-class Handoffs(RuleBasedStateMachine):
+class Pair(RuleBasedStateMachine):
+    """A prefill and a decode engine, what happens to any of their requests, and what must hold in the end."""
+
     @initialize(
         blocks=st.tuples(st.integers(8, 20), st.integers(8, 20)),
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(1, 24),
         policy=st.sampled_from(["recompute", "fail"]),
         prefix_caching=st.booleans(),
+        threshold=st.sampled_from([0, 1, 5, 12]),
+        offsets=st.tuples(*[st.sampled_from([0.0, -1000.0, 1000.0])] * 2),
     )
-    def start(self, blocks: tuple[int, int], max_num_seqs: int, budget: int, policy: str, prefix_caching: bool) -> None:
+    def start(
+        self,
+        blocks: tuple[int, int],
+        max_num_seqs: int,
+        budget: int,
+        policy: str,
+        prefix_caching: bool,
+        threshold: int,
+        offsets: tuple[float, float],
+    ) -> None:
         self.network = FakeNetwork()
         self.policy = policy
         shared = {
@@ -76,12 +146,11 @@ class Handoffs(RuleBasedStateMachine):
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": budget,
             "enable_prefix_caching": prefix_caching,
+            "recompute_threshold": threshold,
         }
-        self.p = FakeEngine(name="p", role="prefill", num_blocks=blocks[0], **shared)
-        self.d = FakeEngine(name="d", role="decode", num_blocks=blocks[1], **shared)
+        self.p = FakeEngine(name="p", role="prefill", num_blocks=blocks[0], clock_offset=offsets[0], **shared)
+        self.d = FakeEngine(name="d", role="decode", num_blocks=blocks[1], clock_offset=offsets[1], **shared)
         self.requests: list[tuple[FakeEngine, Request, dict[str, object]]] = []
-        self.legs: list[Request] = []
-        """Prefill legs whose answer has not been used yet."""
 
     def submit(self, engine: FakeEngine, prompt: list[int], sampling: dict[str, object], **options) -> Request:
         request = engine.submit(prompt, **sampling, **options)
@@ -91,6 +160,113 @@ class Handoffs(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, sampling=SAMPLING, at_decode=st.booleans())
     def local_request(self, prompt: list[int], sampling: dict[str, object], at_decode: bool) -> None:
         self.submit(self.d if at_decode else self.p, prompt, sampling)
+
+    @rule(fault=FAULTS, drop=st.booleans(), delay=SECONDS, dead=st.sampled_from(["", "", "", "", "p", "d"]))
+    def weather(self, fault: Fault, drop: bool, delay: float, dead: str) -> None:
+        self.network.faults = lambda pull: fault
+        self.network.drop_messages = drop
+        self.network.message_delay = delay
+        self.network.unreachable = {dead}
+
+    @rule(seconds=SECONDS | st.just(OFFER_SECONDS))
+    def time_passes(self, seconds: float) -> None:
+        self.network.advance(seconds)
+
+    @rule(at_decode=st.booleans(), steps=st.integers(1, 8))
+    def steps(self, at_decode: bool, steps: int) -> None:
+        for _ in range(steps):
+            (self.d if at_decode else self.p).step()
+            self.network.advance()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), num_output_tokens=st.none() | st.integers(0, 8), during_step=st.booleans())
+    def stop(self, data: st.DataObject, num_output_tokens: int | None, during_step: bool) -> None:
+        """A client leaves, or a stop string ends its answer, in whatever state the request is."""
+        engine, request, _ = data.draw(st.sampled_from(self.requests))
+        if num_output_tokens is not None:
+            num_output_tokens = min(num_output_tokens, request.num_output_tokens)
+        message = Stop(request.request_id, aborted=num_output_tokens is None, num_output_tokens=num_output_tokens)
+        if during_step:
+            engine.step(during=lambda: engine.scheduler.stop(message))
+        else:
+            engine.scheduler.stop(message)
+            engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "p"):
+            return
+        self.network.drop_messages = False
+        self.network.unreachable = set()
+        for _ in range(5_000):
+            stepped = [self.p.step(), self.d.step()]
+            busy = any(stepped)
+            if not busy and not self.unfinished():
+                break
+            self.network.advance(0.0 if busy else 0.5)
+        assert not self.unfinished(), "stuck"
+        # Late messages, and the leases that nobody read.
+        self.let_pass(60.0)
+        self.p.check_empty()
+        self.d.check_idle()
+        self.let_pass(OFFER_SECONDS)
+        self.d.check_empty()
+        assert self.network.num_under_way == 0
+        self.check_answers()
+        self.check_counts()
+
+    def let_pass(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.network.advance(1.0)
+            self.p.step()
+            self.d.step()
+
+    def unfinished(self) -> bool:
+        schedulers = self.p.scheduler, self.d.scheduler
+        return any(scheduler.requests or scheduler.loading for scheduler in schedulers)
+
+    def check_answers(self) -> None:
+        for engine, request, sampling in self.requests:
+            final, got = engine.final(request), engine.answer(request)
+            expected = lone_answer(tuple(request.prompt_token_ids), tuple(sampling.items()))
+            assert got == expected[: len(got)], "the answer differs from a cold engine's"
+            if final.finish_reason == "error":
+                known = ["do not fit", *(["could not be loaded"] if self.policy == "fail" else [])]
+                assert any(message in (final.error or "") for message in known)
+            elif final.finish_reason == "length" or (final.finish_reason == "stop" and final.token_ids):
+                assert got == expected, "the answer is cut short"
+            assert request.status is RequestStatus(final.finish_reason)
+
+    def check_counts(self) -> None:
+        for engine in (self.p, self.d):
+            assert isinstance(engine.connector, KVConnector)
+            reader, num_pulls = engine.connector.reader, len(engine.transport.pulls)
+            assert reader.num_pulls_done + sum(reader.num_pulls_failed.values()) == num_pulls
+            remotes = [
+                (remote, request)
+                for at, request, _ in self.requests
+                if at is engine and request.kv_transfer_params
+                if (remote := engine.connector.check(request.kv_transfer_params)) is not None
+            ]
+            assert num_pulls + sum(reader.num_not_pulled.values()) == len(remotes)
+            num_offered = sum(min(remote.num_tokens, request.num_prompt_tokens) for remote, request in remotes)
+            pulled, not_pulled = reader.num_tokens_pulled.values(), reader.num_tokens_not_pulled.values()
+            assert sum(pulled) + sum(not_pulled) == num_offered
+            SEEN.update({f"{source} pulled": tokens for source, tokens in reader.num_tokens_pulled.items()})
+            SEEN.update(
+                {f"{source} {reason}": tokens for (source, reason), tokens in reader.num_tokens_not_pulled.items()}
+            )
+            SEEN.update({f"ended {fate}": leases for fate, leases in engine.leases.num_ended.items()})
+            SEEN.update({f"refused {reason}": claims for reason, claims in engine.leases.num_claims_refused.items()})
+            SEEN.update({f"failed {reason}": pulls for reason, pulls in reader.num_pulls_failed.items()})
+
+
+class Handoffs(Pair):
+    """Single turns, as routers and others may play them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.legs: list[Request] = []
+        """Prefill legs whose answer has not been used yet."""
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([1, 1, 1, 3]))
     def prefill_leg(self, prompt: list[int], max_tokens: int) -> None:
@@ -144,90 +320,111 @@ class Handoffs(RuleBasedStateMachine):
                 prompt = [*prompt, *suffix]
         self.submit(self.d, prompt, sampling, params=params)
 
-    @rule(fault=FAULTS, drop=st.booleans(), delay=SECONDS)
-    def weather(self, fault: Fault, drop: bool, delay: float) -> None:
-        self.network.faults = lambda pull: fault
-        self.network.drop_messages = drop
-        self.network.message_delay = delay
 
-    @rule(seconds=SECONDS)
-    def time_passes(self, seconds: float) -> None:
-        self.network.advance(seconds)
+class Conversations(Pair):
+    """Turns that build on each other."""
 
-    @rule(at_decode=st.booleans(), steps=st.integers(1, 8))
-    def steps(self, at_decode: bool, steps: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.conversations = [Conversation() for _ in range(NUM_CONVERSATIONS)]
+        self.offered: list[tuple[Request, list[int]]] = []
+        """Requests with an offer, and the tokens it is for."""
+
+    @rule(
+        index=st.integers(0, NUM_CONVERSATIONS - 1),
+        edit=EDITS,
+        at=st.integers(0, 99),
+        suffix=st.lists(st.integers(2, 9), min_size=1, max_size=6),
+        router=st.sampled_from(["tells hashes", "compares tokens", "compares nothing"]),
+        alone=st.sampled_from([False, False, False, True]),
+        steps=st.sampled_from([0, 5, 30]),
+        sampling=SAMPLING,
+    )
+    def talk(
+        self,
+        index: int,
+        edit: str,
+        at: int,
+        suffix: list[int],
+        router: str,
+        alone: bool,
+        steps: int,
+        sampling: dict[str, object],
+    ) -> None:
+        """Go on with a conversation: each leg of a turn after the other, as far as some steps take it."""
+        conversation = self.conversations[index]
+        for _ in range(3):
+            if conversation.decode is not None:
+                if not self.ended(self.d, conversation.decode, steps):
+                    return
+                self.remember(conversation)
+            elif conversation.prefill is not None:
+                if not self.ended(self.p, conversation.prefill, steps):
+                    return
+                self.second_leg(conversation, sampling)
+            else:
+                self.first_leg(conversation, conversation.edited(edit, at, suffix), router, alone, sampling)
+
+    def ended(self, engine: FakeEngine, request: Request, steps: int) -> bool:
         for _ in range(steps):
-            (self.d if at_decode else self.p).step()
-            self.network.advance()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), num_output_tokens=st.none() | st.integers(0, 8), during_step=st.booleans())
-    def stop(self, data: st.DataObject, num_output_tokens: int | None, during_step: bool) -> None:
-        """A client leaves, or a stop string ends its answer, in whatever state the request is."""
-        engine, request, _ = data.draw(st.sampled_from(self.requests))
-        if num_output_tokens is not None:
-            num_output_tokens = min(num_output_tokens, request.num_output_tokens)
-        message = Stop(request.request_id, aborted=num_output_tokens is None, num_output_tokens=num_output_tokens)
-        if during_step:
-            engine.step(during=lambda: engine.scheduler.stop(message))
-        else:
-            engine.scheduler.stop(message)
-            engine.check()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "p"):
-            return
-        self.network.drop_messages = False
-        for _ in range(5_000):
-            stepped = [self.p.step(), self.d.step()]
-            busy = any(stepped)
-            if not busy and not self.unfinished():
+            if request.request_id in engine.finals:
                 break
-            self.network.advance(0.0 if busy else 0.5)
-        assert not self.unfinished(), "stuck"
-        # Late messages, and the leases that nobody read.
-        for _ in range(60):
-            self.network.advance(1.0)
-            self.p.step()
-            self.d.step()
-        self.p.check_idle()
-        self.d.check_idle()
-        assert self.network.num_under_way == 0
-        self.check_answers()
-        self.check_counts()
+            engine.step()
+            self.network.advance()
+        return request.request_id in engine.finals
 
-    def unfinished(self) -> bool:
-        schedulers = self.p.scheduler, self.d.scheduler
-        return any(scheduler.requests or scheduler.loading for scheduler in schedulers)
+    def first_leg(
+        self, conversation: Conversation, prompt: list[int], router: str, alone: bool, sampling: dict[str, object]
+    ) -> None:
+        conversation.prompt = prompt
+        offer = conversation.offer
+        if alone:
+            conversation.decode = self.submit(self.d, prompt, sampling, params=KVTransferParams.for_decode_alone())
+            return
+        if offer is not None and router == "compares tokens":
+            offer = offer.trimmed(num_common(prompt, conversation.computed))
+        if offer is not None and router != "tells hashes":
+            offer = offer.without("remote_block_hashes")
+        sampling = {"max_tokens": 1, "ignore_eos": True, "stop_token_ids": frozenset()}
+        request = self.submit(self.p, prompt, sampling, params=KVTransferParams.for_prefill(offer))
+        conversation.prefill = request
+        if offer is not None:
+            self.offered.append((request, conversation.computed[: offer.remote_num_tokens]))
 
-    def check_answers(self) -> None:
-        for engine, request, sampling in self.requests:
-            final, got = engine.final(request), engine.answer(request)
-            expected = lone_answer(tuple(request.prompt_token_ids), tuple(sampling.items()))
-            assert got == expected[: len(got)], "the answer differs from a cold engine's"
-            if final.finish_reason == "error":
-                known = ["do not fit", *(["could not be loaded"] if self.policy == "fail" else [])]
-                assert any(message in (final.error or "") for message in known)
-            elif final.finish_reason == "length" or (final.finish_reason == "stop" and final.token_ids):
-                assert got == expected, "the answer is cut short"
-            assert request.status is RequestStatus(final.finish_reason)
+    def second_leg(self, conversation: Conversation, sampling: dict[str, object]) -> None:
+        leg, conversation.prefill = conversation.prefill, None
+        assert leg is not None
+        params = self.p.final(leg).kv_transfer_params
+        if params is None or params.remote_block_ids == [[]]:
+            params = KVTransferParams.for_decode_alone()
+        else:
+            params = params.for_decode()
+        conversation.decode = self.submit(self.d, conversation.prompt, sampling, params=params)
+
+    def remember(self, conversation: Conversation) -> None:
+        """Failed turns leave the record of the turn before, which may be used up."""
+        leg, conversation.decode = conversation.decode, None
+        assert leg is not None
+        offer = self.d.final(leg).kv_transfer_params
+        if offer is not None:
+            conversation.history = [*conversation.prompt, *self.d.answer(leg)]
+            conversation.computed = conversation.history[: offer.remote_num_tokens]
+            conversation.offer = offer
 
     def check_counts(self) -> None:
-        p, d = self.p.connector, self.d.connector
-        assert isinstance(p, KVConnector)
-        assert isinstance(d, KVConnector)
-        assert p.num_leases_held == p.num_leases_released + p.num_leases_expired
-        assert d.num_pulls_done + sum(d.num_pulls_failed.values()) == len(self.d.transport.pulls)
-        with_blocks = [
-            request
-            for engine, request, _ in self.requests
-            if engine is self.d and request.kv_transfer_params and request.kv_transfer_params.remote_blocks()
-        ]
-        assert len(self.d.transport.pulls) + sum(d.num_not_pulled.values()) == len(with_blocks)
+        super().check_counts()
+        for request, computed in self.offered:
+            if request.num_external_tokens:
+                SEEN["partial block pulled"] += (
+                    request.num_cached_tokens + request.num_external_tokens
+                ) % BLOCK_SIZE > 0
+                SEEN["pulled, then preempted"] += request.num_preemptions > 0
+                common = num_common(request.prompt_token_ids, computed)
+                assert request.num_cached_tokens + request.num_external_tokens <= common
 
 
 Handoffs.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
@@ -236,4 +433,22 @@ Handoffs.TestCase.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
+Conversations.TestCase.settings = settings(Handoffs.TestCase.settings, max_examples=200)
 TestHandoffs = Handoffs.TestCase
+TestConversations = Conversations.TestCase
+
+
+def test_the_traffic_was_varied_enough() -> None:
+    if not SEEN:
+        pytest.skip("only after the tests above")
+    # What is rarer than these depends on the day; it has tests of its own.
+    expected = {
+        *(f"prefill {reason}" for reason in ("pulled", "failed", "cached", "abandoned")),
+        *(f"decode {reason}" for reason in ("pulled", "hashes", "failed", "cached", "abandoned", "below_threshold")),
+        *(f"ended {fate}" for fate in ("released", "expired", "revoked")),
+        *(f"refused {reason}" for reason in ("expired", "revoked")),
+        *(f"failed {reason}" for reason in ("handshake", "claim", "timeout")),
+        "partial block pulled",
+    }
+    missing = expected - set(+SEEN)
+    assert not missing

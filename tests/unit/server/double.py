@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from aiohttp import ClientSession
@@ -78,9 +78,18 @@ class Stage:
     """The server under test and everything behind it."""
 
     def __init__(
-        self, model: Path, *, role: str = "both", kv: bool = False, capacity: int = 8, max_body_bytes: int = 100_000
+        self,
+        model: Path,
+        *,
+        role: Literal["prefill", "decode", "both"] = "both",
+        kv: bool = False,
+        capacity: int = 8,
+        max_body_bytes: int = 100_000,
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self.script: Script = says("hello")
+        self.on_stop: Callable[[Request, int], Output] = lambda request, _: Output(request.request_id, [], "stop")
+        """The last output of a request that a stop string ended after so many tokens."""
         self.submitted: list[Request] = []
         self.stops: list[Stop] = []
         self.other: list[Inbox] = []
@@ -90,7 +99,7 @@ class Stage:
         connector = KVConnector(
             transport=self.transport,
             leases=self.leases,
-            role=role,  # type: ignore[arg-type]
+            role=role,
             engine_id=ENGINE_ID,
             host="127.0.0.1",
             port=1,
@@ -109,12 +118,12 @@ class Stage:
             metrics=self.metrics,
             inbox=self.inbox,
             vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
             model_fingerprint=bytes(16),
             kv=KVSide(ENGINE_ID, connector) if kv else None,
         )
-        self.worker = Worker(EngineConfig(model="tiny", max_body_bytes=max_body_bytes), serving=self.serving)
+        self.worker = Worker(EngineConfig(model="tiny", role=role, max_body_bytes=max_body_bytes), serving=self.serving)
         self._server = TestServer(make_app(self.worker))
         self._thread = threading.Thread(target=self._engine, daemon=True)
 
@@ -143,7 +152,8 @@ class Stage:
             elif isinstance(message, Stop):
                 self.stops.append(message)
                 if not message.aborted:
-                    self.client.emit([Output(message.request_id, [], "stop")])
+                    (request,) = [r for r in self.submitted if r.request_id == message.request_id]
+                    self.client.emit([self.on_stop(request, message.num_output_tokens or 0)])
             else:
                 self.other.append(message)
 

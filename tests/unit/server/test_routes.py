@@ -511,7 +511,7 @@ async def test_kv_routes(prefill: Stage) -> None:
     claim_id = claim.pop("claim_id")
     assert (status, claim) == (200, {"valid_for": 10, "block_ids": [1, 2], "block_hashes": ["aa", "bb"]})
     status, answer = await prefill.post("/kv/claim", names)
-    assert (status, answer["error"]["code"]) == (410, "lease_expired")
+    assert (status, answer["error"]["code"]) == (410, "lease_claimed")
     assert await prefill.post("/kv/release", names | {"request_id": "s"}) == (200, {"released": True})
     assert await prefill.post("/kv/release", names | {"request_id": "x"}) == (200, {"released": False})
     assert await prefill.post("/kv/release", names) == (200, {"released": False}), "someone reads"
