@@ -16,6 +16,7 @@ from router.api import models
 from router.api.chat import Chat
 from router.api.completions import Completions
 from router.api.legs import Endpoint
+from router.breakeven import BreakEven
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router
 from router.headers import request_id
@@ -23,6 +24,7 @@ from router.metrics import Metrics
 from router.pool import Pool
 from router.reuse import watch_reuse
 from router.store import Store
+from router.sweep import Sweeper
 from router.turn import run_turn
 from router.upstream import RELEASE_SECONDS, Upstream
 
@@ -61,7 +63,8 @@ def turn_handler(endpoint: Endpoint) -> Handler:
 async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[None]:
     """Everything with a life of its own: started before the first request, ended after the last."""
     metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
-    store = Store(config.redis, timeout=config.redis_timeout, metrics=metrics)
+    store = Store(config.redis, timeout=config.redis_timeout, max_record_bytes=config.max_record_bytes, metrics=metrics)
+    break_even = BreakEven(config.decode_only_tokens)
     async with client_session(config) as session:
         pool = Pool(
             session,
@@ -77,15 +80,19 @@ async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[Non
             prefill_timeout=config.prefill_timeout,
             first_byte_timeout=config.first_byte_timeout,
             idle_timeout=config.idle_timeout,
+            tokenize_timeout=config.tokenize_timeout,
         )
-        router = app[ROUTER] = Router(config, metrics, pool, upstream, store)
-        metrics.follow(pool, lambda: router.turns.count)
+        sweeper = Sweeper(store, upstream.release)
+        router = app[ROUTER] = Router(config, metrics, pool, upstream, store, sweeper, break_even)
+        metrics.follow(pool, lambda: router.turns.count, lambda: break_even.tokens)
         await store.ping()  # says in the log if nobody answers
+        sweeper.start()
         watch = asyncio.create_task(pool.watch(), name="watch engines")
         watch.add_done_callback(_watched)
         yield
         watch.cancel()
         await asyncio.wait([watch])
+        await sweeper.close()
         await router.background.settle(RELEASE_SECONDS)
     await store.close()
 

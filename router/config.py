@@ -56,10 +56,25 @@ class RouterConfig(BaseModel):
     """URL of a decode engine."""
     redis: Annotated[str, AfterValidator(_redis_url)] = "redis://127.0.0.1:6379/0"
     """Redis or Valkey with the conversation records. A cache: without it turns are answered, but not remembered."""
-    redis_timeout: Seconds = 0.1
+    redis_timeout: Seconds = 0.05
     """Seconds one exchange with Redis may take; beyond, the turn goes on without the record."""
     conversation_ttl: Seconds = 450.0
-    """Seconds a conversation's record lives; keep it below the engines' decoder_kv_blocks_ttl (480 s)."""
+    """Seconds a conversation's record lives, or less if its decode engine says that it keeps the blocks for less; for
+    engines that do not say, keep it below their decoder_kv_blocks_ttl (480 s)."""
+    max_record_bytes: Positive = 4 << 20
+    """Largest record of one conversation (about a million tokens); beyond, only its engines are remembered."""
+    tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] = "Authorization"
+    """Requests that differ in this header never share a conversation."""
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
+    """Tokens: blocks of the last turn that hold fewer are not offered to the prefill engine; as for the engines."""
+    kv_block_size: Positive | None = None
+    """Tokens per KV block of engines that do not say (vLLM's --block-size): lets an offer be cut where a prompt differs
+    from the last turn; without it, such an engine's blocks are used whole or not at all."""
+    decode_only_tokens: Annotated[int, Field(ge=0)] | None = None
+    """A prompt with at most so many new tokens is left to the decode engine that has the rest; 0: never; default: as
+    many as it computes in the time a prefill leg takes apart from computing, as measured."""
+    tokenize_timeout: Seconds = 2.0
+    """Seconds an engine has to tell the ids of a prompt, so that they can be compared with those of the last turn."""
     prefill_fallback: Literal["fail", "decode"] = "fail"
     """When no prefill engine can be had: answer 503, or let the decode engine prefill for itself."""
     affinity_slack: Annotated[int, Field(ge=0)] = 4

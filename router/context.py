@@ -9,10 +9,12 @@ from typing import Final
 
 from aiohttp import web
 
+from router.breakeven import BreakEven
 from router.config import RouterConfig
 from router.metrics import Metrics
 from router.pool import Pool
 from router.store import Store
+from router.sweep import Sweeper
 from router.upstream import Upstream
 
 
@@ -21,6 +23,10 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
 
     def start(self, work: Coroutine[None, None, object]) -> None:
         task = asyncio.create_task(work)
@@ -63,6 +69,8 @@ class Router:
     pool: Pool
     upstream: Upstream
     store: Store
+    sweeper: Sweeper
+    break_even: BreakEven
     turns: InFlight = field(default_factory=InFlight)
     background: Background = field(default_factory=Background)
     draining: bool = False

@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, and what is remembered of one between two turns.
+"""Which conversation a request belongs to.
 
 A conversation is *named* by the client (body `conversation_id`, header `X-Conversation-Id` or `X-Session-Id`), or
 found by its content: a chain of digests over the messages. After a turn the record is filed under the digest of the
@@ -10,30 +10,25 @@ Finding a record proves nothing about the next prompt: before KV is reused the t
 
 from __future__ import annotations
 
-import struct
-import sys
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
 
-from connectors.wire.openai import bad_request
+from connectors.wire.openai import APIError, bad_request
 from router import jsontext
 
-KEY_PREFIX: Final = "backhaul:conversation:1:"
+KEY_PREFIX: Final = "backhaul:conversation:2:"
 MAX_NAME_LENGTH: Final = 512
 NAME_HEADERS: Final = ("X-Conversation-Id", "X-Session-Id")
 
 _DIGEST_BYTES: Final = 16
-_TOKEN = "I"
-_HEAD = struct.Struct("<BII")  # format version, bytes of the facts, bytes of the prompt ids
-_VERSION: Final = 1
-
-assert array(_TOKEN).itemsize == 4
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+_REASONING_PARTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_THINK_OPEN: Final = "<think>"
+_THINK_CLOSE: Final = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class Scope:
     cache_salt: str | None
 
     def digest(self, kind: str) -> bytes:
-        return _digest(orjson.dumps([kind, self.tenant, self.model, self.cache_salt]))
+        return _digest(jsontext.dumps([kind, self.tenant, self.model, self.cache_salt]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,10 @@ class Conversation:
             return self.find
         if self.history is None or answer is None:
             return None
-        return KEY_PREFIX + _digest(self.history + _canonical(answer)).hex()
+        try:
+            return KEY_PREFIX + _digest(self.history + _canonical(answer)).hex()
+        except APIError:  # an engine may write what cannot be written again, and no client could send it back
+            return None
 
 
 def identify(scope: Scope, name: str | None, messages: object) -> Conversation:
@@ -98,81 +96,15 @@ def name_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
     return name
 
 
-class _Facts(BaseModel):
-    """The part of a stored record that is JSON: anyone may have written it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    turn: Annotated[int, Field(ge=1, lt=2**31)]
-    prefill: str | None
-    decode: str
-    deadline: float
-    params: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What one turn leaves for the next."""
-
-    turn: int
-    prefill: str | None
-    """URL of the engine that prefilled."""
-    decode: str
-    deadline: float
-    """Wall clock time after which the record is of no use."""
-    prompt_ids: bytes = b""
-    """Packed by `pack_ids`; empty if the engine did not tell."""
-    output_ids: bytes = b""
-    params: Mapping[str, Any] | None = None
-    """The decode engine's transfer params: where this turn's KV lies."""
-
-    def pack(self) -> bytes:
-        facts = orjson.dumps(
-            {
-                "turn": self.turn,
-                "prefill": self.prefill,
-                "decode": self.decode,
-                "deadline": self.deadline,
-                "params": self.params,
-            }
-        )
-        return _HEAD.pack(_VERSION, len(facts), len(self.prompt_ids)) + facts + self.prompt_ids + self.output_ids
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Raises ValueError for anything this version did not write."""
-        if len(data) < _HEAD.size or data[0] != _VERSION:
-            raise ValueError("not a conversation record of this version")
-        _, facts_bytes, prompt_bytes = _HEAD.unpack_from(data)
-        ids_start = _HEAD.size + facts_bytes
-        prompt_ids, output_ids = data[ids_start : ids_start + prompt_bytes], data[ids_start + prompt_bytes :]
-        if len(prompt_ids) != prompt_bytes or prompt_bytes % 4 or len(output_ids) % 4:
-            raise ValueError("a conversation record cut short")
-        facts = _Facts.model_validate(orjson.loads(data[_HEAD.size : ids_start]))
-        return cls(
-            turn=facts.turn,
-            prefill=facts.prefill,
-            decode=facts.decode,
-            deadline=facts.deadline,
-            prompt_ids=prompt_ids,
-            output_ids=output_ids,
-            params=facts.params,
-        )
-
-
-def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token, little-endian."""
-    ids = array(_TOKEN, token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    ids = array(_TOKEN, data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
+def media_digests(messages: object) -> tuple[str, ...]:
+    """Digests of all parts of the messages that are no text, in order: for the rest, token ids say everything."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return tuple(
+        _digest(jsontext.dumps_request(part, option=orjson.OPT_SORT_KEYS)).hex()
+        for content in contents
+        for part in (content if isinstance(content, list) else ())
+        if not (isinstance(part, str) or (isinstance(part, dict) and _kind(part) in _TEXT_PARTS | _REASONING_PARTS))
+    )
 
 
 def _digest(data: bytes) -> bytes:
@@ -182,15 +114,18 @@ def _digest(data: bytes) -> bytes:
 def _canonical(message: Mapping[str, Any]) -> bytes:
     """What makes two messages the same although client libraries write them differently.
 
-    Left out: keys without a value, reasoning (many clients drop it), ids of tool calls, white space around text.
+    Left out: keys without a value, reasoning (many clients drop it, whether it has a field of its own or stands before
+    the answer), ids of tool calls, white space around text and in the arguments of calls.
     """
     listed = message.get("tool_calls")
     calls = [
-        [call.get("function", {}).get("name"), call.get("function", {}).get("arguments")]
+        [call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments"))]
         for call in (listed if isinstance(listed, list) else ())
         if isinstance(call, dict) and isinstance(call.get("function", {}), dict)
     ]
     text = _plain(message.get("content"))
+    if isinstance(text, str) and message.get("role") == "assistant":
+        text = _without_thoughts(text)
     parts = [message.get("role"), message.get("name"), text, calls]
     return jsontext.dumps_request(parts, option=orjson.OPT_SORT_KEYS)
 
@@ -198,7 +133,33 @@ def _canonical(message: Mapping[str, Any]) -> bytes:
 def _plain(content: object) -> object:
     if isinstance(content, list):
         parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+            for part in content
+            if not (isinstance(part, dict) and _kind(part) in _REASONING_PARTS)
         ]
         content = parts[0] if len(parts) == 1 else parts
     return content.strip() if isinstance(content, str) else content or ""
+
+
+def _without_thoughts(text: str) -> str:
+    """The answer after the thoughts, whether their beginning is in the text or was in the prompt.
+
+    Histories that differ in nothing else thereby share a key; that costs one of them its record, never its answer.
+    """
+    thoughts, closed, answer = text.partition(_THINK_CLOSE)
+    return answer.strip() if closed and thoughts.rfind(_THINK_OPEN) <= 0 else text
+
+
+def _arguments(arguments: object) -> object:
+    """Of a tool call: JSON, which some clients parse and write again."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
+    except (ValueError, TypeError):
+        return arguments
+
+
+def _kind(part: Mapping[str, Any]) -> str | None:
+    kind = part.get("type")
+    return kind if isinstance(kind, str) else None

@@ -19,6 +19,7 @@ from prometheus_client import (
 from router.pool import Engine, Pool
 
 OUTCOMES: Final = ("ok", "rejected", "failed", "cut", "client_gone")
+TOKEN_KINDS: Final = ("prompt", "cached", "pulled", "computed", "completion")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -55,7 +56,23 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
-        self.plans = Counter(name("plans"), "Plans by reason.", ["reason"], registry=registry)
+        self.plans = Counter(
+            name("plans"),
+            "Turns sent to decode engines, by why these engines, and by what the last turn's KV was used for.",
+            ["reason", "kv"],
+            registry=registry,
+        )
+        self.tokenizations = Counter(
+            name("tokenizations"),
+            "Prompts whose ids were asked for, to be compared with the last turn's, by result.",
+            ["result"],
+            registry=registry,
+        )
+        self.break_even_tokens = Gauge(
+            name("break_even_tokens"),
+            "New prompt tokens up to which a decode engine that has the rest is left to compute them itself.",
+            registry=registry,
+        )
         self.leg_failures = Counter(
             name("leg_failures"),
             "Requests to engines that failed before anything reached the client.",
@@ -71,19 +88,21 @@ class Metrics:
         )
         self.releases = Counter(
             name("kv_releases"),
-            "Blocks given back because no decode engine took them.",
+            "Blocks given back because nobody will read them.",
             ["result"],
             registry=registry,
         )
         self.tokens = Counter(
             name("tokens"),
-            "Tokens of finished turns, as the engines report them.",
+            "Tokens of finished turns, as the engines report them: prompt = cached + pulled + computed; completion.",
             ["kind"],
             registry=registry,
         )
         self.store_operations = Counter(
             name("store_operations"),
-            "Redis operations by result: hit, miss, ok; unreadable, timeout, error; skipped while Redis is down.",
+            "Redis operations by result. claim: hit, hit_without_offer (another turn has it), miss, unreadable, "
+            "hit_unreadable_offer; save: ok, oversize, older (a later turn is there), late, unreadable; put_back, "
+            "take_offer: ok, gone, unreadable; any: timeout, error, refused (by Redis), skipped while it is down.",
             ["op", "result"],
             registry=registry,
         )
@@ -98,10 +117,15 @@ class Metrics:
             self.handoff_missing.labels(endpoint)
             for outcome in OUTCOMES:
                 self.turns.labels(endpoint, outcome)
+        for kind in TOKEN_KINDS:
+            self.tokens.labels(kind)
+        for result in ("ok", "failed"):
+            self.tokenizations.labels(result)
 
-    def follow(self, pool: Pool, turns_in_flight: Callable[[], float]) -> None:
+    def follow(self, pool: Pool, turns_in_flight: Callable[[], float], break_even: Callable[[], float]) -> None:
         """Read states and loads at every scrape."""
         self.turns_in_flight.set_function(turns_in_flight)
+        self.break_even_tokens.set_function(break_even)
         for engine in pool.engines:
             labels = (engine.role, engine.url)
             self.engine_ready.labels(*labels).set_function(partial(_is_ready, engine))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Final, get_args
 
 from connectors.wire.openai import APIError, model_not_found, unavailable
+from router.verify import Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class Facts:
     last_prefill: str | None = None
     """Engine URLs of the conversation's last turn: their prefix caches know it."""
     last_decode: str | None = None
+    num_new: int | None = None
+    """Prompt tokens beyond those that the last decode engine has; None if that is not known for certain."""
+    why: Why = "no_record"
+    """What became of that engine's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,29 @@ class Plan:
     """Engine URL; None: the decode engine prefills for itself."""
     decode: str
     reason: str
-    """For the metrics, the log and X-Backhaul-Explain: one of a small fixed set."""
+    """Why these engines. For the metrics, the log and the explanation: one of REASONS."""
+    kv: str
+    """What the last turn's KV is used for, or why not: one of KV_REASONS."""
+    pull: bool = False
+    """Whether the prefill engine is given the last turn's blocks."""
+
+
+REASONS: Final = (
+    *("new", "affinity", "spill", "moved", "short_suffix", "no_prefill_pool", "no_prefill_engine"),
+    *("several_choices", "several_prompts", "beam_search", "prompt_logprobs", "prompt_embeds"),
+)
+"""
+new                 nothing is known of the conversation: the least loaded engines
+affinity            the decode engine of the last turn again
+spill               not that one, it has too much to do
+moved               not that one, it is not there
+short_suffix        that one alone: what is new is computed sooner than shipped
+no_prefill_pool     there are no prefill engines
+no_prefill_engine   none of them is ready, and the settings let decode engines step in
+the others          KV of such a request cannot be handed over: the decode engine prefills
+"""
+KV_REASONS: Final = ("own_cache", "not_used", *get_args(Why))
+"""own_cache: the decode engine goes on from its prefix cache; not_used: a request of the kind that cannot use any."""
 
 
 def make_plan(
@@ -51,8 +79,11 @@ def make_plan(
     avoid: Set[str] = frozenset(),
     slack: int = 4,
     fallback: bool = False,
+    break_even: int = 0,
 ) -> Plan:
-    """Choose the engines. `avoid` are those that just failed this turn.
+    """Choose the engines, and whether the last turn's KV goes to the prefill engine.
+
+    `avoid` are those that just failed this turn. Up to `break_even` new tokens the decode engine computes by itself.
 
     Raises APIError: 404 for a model no engine lists, 503 if those that list it are not ready, or none could say yet.
     """
@@ -61,18 +92,27 @@ def make_plan(
     if decoder is None:
         raise _nobody("decode", facts.model)
     if facts.alone is not None:
-        return Plan(None, decoder.url, facts.alone)
+        return Plan(None, decoder.url, facts.alone, "not_used")
     if not prefill:
-        return Plan(None, decoder.url, "no_prefill_pool")
+        return Plan(None, decoder.url, "no_prefill_pool", "own_cache")
+    stays = decoder.url == facts.last_decode
+    offered = facts.why in ("offered", "self_checked")
+    if stays and facts.why in ("offered", "short") and facts.num_new is not None and facts.num_new <= break_even:
+        return Plan(None, decoder.url, "short_suffix", "own_cache")
     prefiller = _choose(prefill, facts.model, facts.last_prefill, avoid, slack)
     if prefiller is None:
         if fallback:
-            return Plan(None, decoder.url, "no_prefill_engine")
+            return Plan(None, decoder.url, "no_prefill_engine", "own_cache")
         raise _nobody("prefill", facts.model)
+    owner_up = any(engine.url == facts.last_decode and engine.ready for engine in decode)
+    why: Why = "owner_down" if offered and not owner_up else facts.why
     if facts.last_decode is None:
-        return Plan(prefiller.url, decoder.url, "new")
-    stays = decoder.url == facts.last_decode
-    return Plan(prefiller.url, decoder.url, "affinity" if stays else "moved")
+        reason = "new"
+    elif stays:
+        reason = "affinity"
+    else:
+        reason = "spill" if owner_up and facts.last_decode not in avoid else "moved"
+    return Plan(prefiller.url, decoder.url, reason, why, pull=offered and owner_up)
 
 
 def _choose(pool: Sequence[EngineView], model: str, last: str | None, avoid: Set[str], slack: int) -> EngineView | None:

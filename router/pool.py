@@ -16,6 +16,8 @@ from router.plan import EngineView
 Role = Literal["prefill", "decode"]
 State = Literal["unknown", "ready", "down"]
 
+OURS: Final = "backhaul"
+"""What our engines say in `owned_by` of a model card."""
 FIRST_RETRY_SECONDS: Final = 0.1
 FAILURES_UNTIL_DOWN: Final = 3  # a busy engine may miss a probe; one that refuses connections is down at once
 
@@ -49,6 +51,10 @@ class Engine:
             yield
         finally:
             self.in_flight -= 1
+
+    def is_ours(self, model: str) -> bool:
+        """Whether it is a Backhaul engine, which understands more than the engines of others."""
+        return self.models.get(model, {}).get("owned_by") == OURS
 
     def turn_to(self, state: State, why: str) -> None:
         if state != self.state:
@@ -85,6 +91,15 @@ class Pool:
 
     def get(self, role: Role, url: str) -> Engine:
         return next(engine for engine in (self.prefill if role == "prefill" else self.decode) if engine.url == url)
+
+    def one_ready(self, model: str, *, rather: Sequence[str | None]) -> Engine | None:
+        """An engine to ask something that any can answer; one of `rather` if it can be."""
+        able = [engine for engine in self.engines if engine.state == "ready" and model in engine.models]
+        return min(
+            able,
+            key=lambda engine: (engine.url not in rather, engine.role != "prefill", engine.in_flight),
+            default=None,
+        )
 
     def models(self) -> dict[str, Mapping[str, Any]]:
         """The models that can be decoded, with the smallest `max_model_len` any engine has for them."""

@@ -31,6 +31,8 @@ class Answer:
         """Where the engine says this answer's KV lies."""
         self.prompt_token_ids: list[int] | None = None
         self.output_token_ids = array("I")
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens that nobody computed for it, where the engine says so with the first piece."""
         self.usage: Mapping[str, Any] = {}
         self.finished = False
         """A first choice has ended by itself."""
@@ -59,6 +61,10 @@ class Answer:
             changed = True
         if "ec_transfer_params" in body:
             del body["ec_transfer_params"]
+            changed = True
+        if "num_cached_tokens" in body:
+            cached = body.pop("num_cached_tokens")
+            self.num_cached_tokens = cached if isinstance(cached, int) else None
             changed = True
         changed |= self._take_ids(body, 0)
         choices = body.get("choices")

@@ -6,17 +6,17 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-import orjson
-
-from router.metrics import Metrics
+from router.api.legs import Prefilled
+from router.metrics import TOKEN_KINDS, Metrics
+from router.relay import Answer
 
 Outcome = Literal["ok", "rejected", "failed", "cut", "client_gone"]
 
 _LOGGED: Final = (
     *("request_id", "endpoint", "model", "outcome", "status", "turn", "reason", "attempts", "prefill", "decode"),
-    *("handoff", "prompt_tokens", "cached_tokens", "completion_tokens"),
+    *("kv", "handoff", "prompt_tokens", "cached_tokens", "pulled_tokens", "computed_tokens", "completion_tokens"),
 )
 
 log = logging.getLogger("router.turn")
@@ -33,10 +33,15 @@ class Report:
     prefill: str | None = None
     decode: str | None = None
     reason: str | None = None
+    """Of the plan, for the choice of engines."""
+    kv: str | None = None
+    """Of the plan, for what became of the last turn's KV."""
     attempts: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens the prefill engine had in its own cache."""
+    """Prompt tokens that the engine which prefilled had in its own cache."""
+    pulled_tokens: int | None = None
+    """Prompt tokens whose KV the prefill engine pulled from the last turn's decode engine."""
     completion_tokens: int | None = None
     handoff: bool = False
     """Whether the decode engine was given blocks to pull."""
@@ -50,28 +55,55 @@ class Report:
         if self.first_byte is None:
             self.first_byte = time.monotonic() - self.started
 
-    def see_usage(self, usage: Mapping[str, Any], prompt_ids: int, output_ids: int) -> None:
-        """Take the engine's own counts where it gives them, else those of the ids seen."""
-        self.prompt_tokens = _count(usage.get("prompt_tokens"), prompt_ids or self.prompt_tokens)
-        self.completion_tokens = _count(usage.get("completion_tokens"), output_ids or None)
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, Mapping):
-            self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+    @property
+    def computed_tokens(self) -> int | None:
+        """Prompt tokens that had to be computed."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return max(0, self.prompt_tokens - self.cached_tokens - (self.pulled_tokens or 0))
 
-    def explain(self) -> str:
-        """What X-Backhaul-Explain answers: one line of JSON."""
-        return orjson.dumps(
-            {
-                "prefill": self.prefill,
-                "decode": self.decode,
-                "reason": self.reason,
-                "attempts": self.attempts,
-                "turn": self.turn,
-                "handoff": self.handoff,
-                "prompt_tokens": self.prompt_tokens,
-                "cached_tokens": self.cached_tokens,
-            }
-        ).decode()
+    def see_prefill(self, prefilled: Prefilled) -> int | None:
+        """A prefill leg's answer; returns how many tokens it computed, if it says so."""
+        self.prompt_tokens = len(prefilled.prompt_token_ids or ()) or None
+        if prefilled.params is not None:
+            self.cached_tokens = prefilled.params.remote_prefill_cached_tokens
+            self.pulled_tokens = prefilled.params.remote_prefill_pulled_tokens
+        return self.computed_tokens
+
+    def see_start(self, answer: Answer) -> None:
+        """The first piece of a stream; for a turn without a prefill leg it tells what that would have told."""
+        self.see_first_byte()
+        if self.prompt_tokens is None and answer.prompt_token_ids:
+            self.prompt_tokens = len(answer.prompt_token_ids)
+        if not self.handoff and answer.num_cached_tokens is not None:
+            self.cached_tokens = answer.num_cached_tokens
+
+    def see_usage(self, answer: Answer) -> None:
+        """Take the engine's own counts where it gives them, else those of the ids seen."""
+        usage = answer.usage
+        self.prompt_tokens = _count(
+            usage.get("prompt_tokens"), len(answer.prompt_token_ids or ()) or self.prompt_tokens
+        )
+        self.completion_tokens = _count(usage.get("completion_tokens"), len(answer.output_token_ids) or None)
+        details = usage.get("prompt_tokens_details")
+        # After a prefill leg this count includes what was pulled, which we know better.
+        if isinstance(details, Mapping) and self.cached_tokens is None:
+            self.cached_tokens = _count(details.get("cached_tokens"), None)
+
+    def explain(self) -> dict[str, str]:
+        """The headers that X-Backhaul-Explain asks for."""
+        told = {
+            "Plan": None if self.reason is None else f"{self.reason}; kv={self.kv}",
+            "Prefill": self.prefill,
+            "Decode": self.decode,
+            "Turn": self.turn,
+            "Attempts": self.attempts,
+            "Prompt-Tokens": self.prompt_tokens,
+            "Tokens-Reused": self.cached_tokens,
+            "Tokens-Pulled": self.pulled_tokens,
+            "Tokens-Computed": self.computed_tokens,
+        }
+        return {f"X-Backhaul-{name}": str(value) for name, value in told.items() if value is not None}
 
     def settle(self, metrics: Metrics) -> None:
         """Count the turn and log its line. Nothing in it comes from the prompt or the answer."""
@@ -80,7 +112,7 @@ class Report:
         metrics.turn_seconds.labels(self.endpoint).observe(seconds)
         if self.first_byte is not None:
             metrics.first_byte_seconds.labels(self.endpoint).observe(self.first_byte)
-        for kind in ("prompt", "cached", "completion"):
+        for kind in TOKEN_KINDS:
             metrics.tokens.labels(kind).inc(getattr(self, f"{kind}_tokens") or 0)
         fields = {name: getattr(self, name) for name in _LOGGED}
         fields["first_byte_ms"] = None if self.first_byte is None else round(1000 * self.first_byte, 1)

@@ -109,6 +109,7 @@ class Upstream:
         prefill_timeout: float,
         first_byte_timeout: float,
         idle_timeout: float,
+        tokenize_timeout: float,
     ) -> None:
         self._session = session
         self._pool = pool
@@ -116,20 +117,24 @@ class Upstream:
         self._prefill_timeout = prefill_timeout
         self._first_byte_timeout = first_byte_timeout
         self.idle_timeout = idle_timeout
+        self._tokenize_timeout = tokenize_timeout
 
     async def prefill(
         self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
     ) -> Prefilled:
         """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time."""
-        due = min(asyncio.get_running_loop().time() + self._prefill_timeout, deadline)
+        started = asyncio.get_running_loop().time()
+        due = min(started + self._prefill_timeout, deadline)
         with self._timed(engine), self.faults(engine):
             async with asyncio.timeout_at(due), self._post(engine, path, body, headers) as response:
                 answer = _json_object(engine, response, await _read(engine, response))
+        answered_at = asyncio.get_running_loop().time()
         return Prefilled(
             engine=engine.url,
             params=_params_for_decode(engine, answer.get("kv_transfer_params")),
             prompt_token_ids=_prompt_token_ids(answer),
-            answered_at=asyncio.get_running_loop().time(),
+            answered_at=answered_at,
+            seconds=answered_at - started,
         )
 
     @asynccontextmanager
@@ -147,6 +152,20 @@ class Upstream:
                         response = await stack.enter_async_context(self._post(engine, path, body, headers))
                 yield Stream(self, engine, response, first_byte, deadline)
                 await _drain(response)
+
+    async def tokenize(self, engine: Engine, query: Body, headers: Mapping[str, str]) -> list[int] | None:
+        """The ids of a prompt; None if they cannot be had. What may be wrong with the request, its legs will say."""
+        ids = None
+        try:
+            async with (
+                asyncio.timeout(self._tokenize_timeout),
+                self._post(engine, "/tokenize", query, headers) as response,
+            ):
+                ids = ids_or_none(_json_object(engine, response, await _read(engine, response)).get("tokens"))
+        except (APIError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("prompt not tokenized", extra={"engine": engine.url, "why": type(error).__name__})
+        self._metrics.tokenizations.labels("failed" if ids is None else "ok").inc()
+        return ids
 
     async def release(self, params: KVTransferParams) -> None:
         """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
@@ -305,10 +324,14 @@ def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None
 def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    ids = answer.get("prompt_token_ids") or first.get("prompt_token_ids")
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**32 for token in ids):
+    return ids_or_none(answer.get("prompt_token_ids") or first.get("prompt_token_ids"))
+
+
+def ids_or_none(value: object) -> list[int] | None:
+    """A list of token ids, or None for anything else."""
+    if not isinstance(value, list) or not value:
         return None
-    return ids
+    return value if all(type(token) is int and 0 <= token < 2**32 for token in value) else None
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

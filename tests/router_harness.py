@@ -48,8 +48,21 @@ class Answer:
         return dict(self.json["error"])
 
     @property
+    def text_of_whole(self) -> str:
+        """Of an answer in one piece."""
+        choice = self.json["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+    @property
     def explain(self) -> dict[str, Any]:
-        return dict(json.loads(self.headers["X-Backhaul-Explain"]))
+        """What the headers say that X-Backhaul-Explain asks for; `plan` as `reason` and `kv`."""
+        told: dict[str, Any] = {
+            name.lower().removeprefix("x-backhaul-").replace("-", "_"): int(value) if value.isdigit() else value
+            for name, value in self.headers.items()
+            if name.lower().startswith("x-backhaul-")
+        }
+        told["reason"], _, told["kv"] = told.pop("plan").partition("; kv=")
+        return told
 
     @property
     def events(self) -> list[Any]:
@@ -88,6 +101,10 @@ class Front:
             if sample.split("{")[0] == name and all(f'{key}="{text}"' in sample for key, text in labels.items()):
                 total += float(value)
         return total
+
+    def is_settled(self) -> bool:
+        """Whether turns have ended, and what they left to be done is done."""
+        return self.is_idle() and self.router.background.is_idle
 
     def is_idle(self) -> bool:
         return not self.router.turns.count and not any(engine.in_flight for engine in self.router.pool.engines)

@@ -1,6 +1,7 @@
 """An engine that obeys the wire contract without a model: records what it is asked, and plays scripted faults.
 
-Its one answer is "Grüß dich 👋" in six pieces; the prompt has as many tokens as the request has messages or words.
+Its one answer is "Grüß dich 👋" in six pieces. The prompt has four tokens whatever it is, unless `tokenizes` is set:
+then each message has one token per word, and an answer of its own the tokens it was sampled as.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PIECES = ("Gr", "üß", " dich", " ", "👋", "")
 OUTPUT_IDS = [11, 12, 13, 14, 15, 2]
 PROMPT_IDS = [1, 7, 8, 9]
 TEXT = "".join(PIECES)
+BLOCK_SIZE = 2
+START_OF_ANSWER = 3
 
 Script = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -45,6 +48,14 @@ class StubEngine:
     """Played once each, for the next requests, before the engine answers by itself again."""
     kv_layout: str | None = "layout-1"
     stream_params: bool = True
+    owned_by: str = "backhaul"
+    tokenizes: bool = False
+    offers: bool = True
+    """Whether a decode leg's answer offers its blocks."""
+    offer_ttl: float | None = 480.0
+    groups: int = 1
+    """KV-cache groups of what it holds."""
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
     keep_alive: bool = True
     """Whether a probe leaves a connection for the next request."""
     leaving: bool = False
@@ -57,6 +68,7 @@ class StubEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/kv/release", self._release)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/{tail:.+}", self._serve)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -79,10 +91,37 @@ class StubEngine:
     async def _models(self, _: web.Request) -> web.Response:
         if self.leaving:
             return _leaving()
-        answer = web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
+        answer = web.json_response(
+            {"object": "list", "data": [{"id": self.model, "max_model_len": 4096, "owned_by": self.owned_by}]}
+        )
         if not self.keep_alive:
             answer.force_close()
         return answer
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.tokenized.append(body)
+        if not self.tokenizes:
+            return web.json_response({"error": {"message": "no such route"}}, status=404)
+        return web.json_response({"tokens": self.ids(body), "count": len(self.ids(body))})
+
+    def ids(self, body: dict[str, Any]) -> list[int]:
+        """Of the prompt: those the router sent along, else our own."""
+        params = body.get("kv_transfer_params") or {}
+        if params.get("prompt_token_ids"):
+            return list(params["prompt_token_ids"])
+        if not self.tokenizes or "messages" not in body:
+            return PROMPT_IDS
+        ids: list[int] = []
+        for message in body["messages"]:
+            if message["role"] == "assistant":
+                ids += [
+                    START_OF_ANSWER,
+                    *(OUTPUT_IDS if message["content"] == TEXT else map(word, message["content"].split())),
+                ]
+            else:
+                ids += [1, *map(word, str(message["content"]).split())]
+        return [*ids, START_OF_ANSWER]
 
     async def _release(self, request: web.Request) -> web.Response:
         self.released.append(await request.json())
@@ -111,20 +150,34 @@ class StubEngine:
         """The transfer params of the answer: P's blocks for D, or D's blocks for the next turn."""
         asked = body.get("kv_transfer_params") or {}
         prefill = bool(asked.get("do_remote_decode"))
-        if not prefill and not asked.get("do_remote_prefill"):
+        if not prefill and not (self.offers and (asked.get("do_remote_prefill") or asked.get("offer_blocks"))):
             return None
-        layout = {"kv_layout": self.kv_layout} if self.kv_layout else {}
+        num_tokens = len(self.ids(body)) + (0 if prefill else len(OUTPUT_IDS) - 1)
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        ours = {"kv_layout": self.kv_layout, "remote_block_hashes": [f"{b:032x}" for b in range(num_blocks)]}
+        if not prefill:
+            ours |= {"remote_blocks_ttl": self.offer_ttl} if self.offer_ttl is not None else {}
+        else:
+            ours |= {
+                "remote_prefill_cached_tokens": 1,
+                "remote_prefill_pulled_tokens": asked.get("remote_num_tokens", 0),
+            }
         return {
             "do_remote_prefill": prefill,
             "do_remote_decode": not prefill,
-            "remote_block_ids": [[3, 4]],
+            "remote_block_ids": [list(range(3, 3 + num_blocks))] * self.groups,
+            "remote_block_size": BLOCK_SIZE,
             "remote_engine_id": f"{self.role}-engine",
             "remote_request_id": f"{self.role}-{len(self.seen)}",
             "remote_host": "127.0.0.1",
             "remote_port": int(self.url.rsplit(":", 1)[1]),
-            "remote_num_tokens": len(PROMPT_IDS),
-            **layout,
+            "remote_num_tokens": num_tokens,
+            **(ours if self.kv_layout else {}),
         }
+
+    def usage(self, body: dict[str, Any]) -> dict[str, int]:
+        prompt, output = len(self.ids(body)), len(OUTPUT_IDS)
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
         chat = "messages" in body
@@ -133,16 +186,16 @@ class StubEngine:
         choice |= {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
         choice |= {"token_ids": OUTPUT_IDS if ids else None}
         if not chat:
-            choice["prompt_token_ids"] = PROMPT_IDS if ids else None
+            choice["prompt_token_ids"] = self.ids(body) if ids else None
         return {
             "id": "x-1",
             "object": "chat.completion" if chat else "text_completion",
             "model": self.model,
             "choices": [{"index": i, **choice} for i in range(body.get("n") or 1)],
-            "usage": {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10},
+            "usage": self.usage(body),
             "kv_transfer_params": self.params(body),
             "ec_transfer_params": None,
-            **({"prompt_token_ids": PROMPT_IDS if ids else None} if chat else {}),
+            **({"prompt_token_ids": self.ids(body) if ids else None} if chat else {}),
         }
 
     def events(self, body: dict[str, Any]) -> list[bytes]:
@@ -151,7 +204,7 @@ class StubEngine:
         events: list[dict[str, Any]] = []
         if chat:
             role = {**base, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-            events.append(role | ({"prompt_token_ids": PROMPT_IDS} if ids else {}))
+            events.append(role | ({"prompt_token_ids": self.ids(body)} if ids else {}))
         for number, (piece, token) in enumerate(zip(PIECES, OUTPUT_IDS, strict=True)):
             last = number == len(PIECES) - 1
             choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
@@ -159,11 +212,11 @@ class StubEngine:
             if ids:
                 choice["token_ids"] = [token]
                 if not chat and number == 0:
-                    choice["prompt_token_ids"] = PROMPT_IDS
+                    choice["prompt_token_ids"] = self.ids(body)
             params = {"kv_transfer_params": self.params(body) if last else None} if self.stream_params else {}
             events.append({**base, "choices": [choice], **params})
         if (body.get("stream_options") or {}).get("include_usage"):
-            events.append({**base, "choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 6}})
+            events.append({**base, "choices": [], "usage": self.usage(body)})
         return [*(sse.event(event) for event in events), sse.DONE_EVENT]
 
     async def play(
@@ -179,6 +232,11 @@ class StubEngine:
             assert request.transport is not None
             request.transport.abort()
         return response
+
+
+def word(text: str) -> int:
+    """The token of a word."""
+    return 100 + sum(text.encode())
 
 
 def _leaving() -> web.Response:

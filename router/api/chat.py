@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
+from connectors.wire.transfer import KVTransferParams
 from router.api import legs
-from router.api.legs import Body, Prefilled
+from router.api.legs import Body
+
+ASKED: Final = frozenset(
+    {
+        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("chat_template", "chat_template_kwargs"),
+    }
+)
+"""What any engine's /tokenize takes as its chat endpoint does."""
+OURS_ASKED: Final = frozenset({"documents", "reasoning_effort"})
+OURS_NOT_RENDERED: Final = frozenset({"tool_choice", "response_format"})
+"""Other engines' templates may get to see them."""
 
 
 class Chat:
@@ -16,18 +31,28 @@ class Chat:
     def history(self, body: Body) -> object:
         return body.get("messages")
 
-    def prefill_leg(self, body: Body) -> Body:
-        return legs.prefill_body(body, max_tokens=1, max_completion_tokens=1)
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+        if not only_text(body.get("messages")):
+            return None
+        if ours:
+            body = {key: value for key, value in body.items() if key not in OURS_NOT_RENDERED}
+        return legs.tokenize_body(body, ASKED | OURS_ASKED if ours else ASKED)
 
-    def decode_leg(self, body: Body, prefilled: Prefilled | None) -> Body:
-        if prefilled is None or prefilled.params is None:
-            return legs.decode_body(body, None)
-        # With pictures or sound ids do not say everything; the decode engine then renders the messages itself.
-        ids = prefilled.prompt_token_ids if _only_text(body.get("messages")) else None
-        return legs.decode_body(body, prefilled.params.for_decode(ids))
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+        return legs.prefill_body(body, _with_ids(body, params, ids), max_tokens=1, max_completion_tokens=1)
+
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
+        return legs.decode_body(body, None if params is None else _with_ids(body, params, ids))
 
 
-def _only_text(messages: object) -> bool:
+def _with_ids(body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> KVTransferParams:
+    # With pictures or sound ids do not say everything; the engine then renders the messages itself.
+    if not ids or not only_text(body.get("messages")):
+        return params
+    return params.with_(prompt_token_ids=list(ids))
+
+
+def only_text(messages: object) -> bool:
     return isinstance(messages, list) and all(
         isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text")
         for message in messages

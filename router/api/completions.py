@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
+from connectors.wire.transfer import KVTransferParams
 from router.api import legs
-from router.api.legs import Body, Prefilled
+from router.api.legs import Body
+
+ASKED: Final = frozenset({"model", "prompt", "add_special_tokens"})
 
 
 class Completions:
@@ -20,17 +26,21 @@ class Completions:
     def history(self, body: Body) -> object:
         return None
 
-    def prefill_leg(self, body: Body) -> Body:
-        return legs.prefill_body(body, max_tokens=1)
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
+            return prompt
+        return legs.tokenize_body(body, ASKED) if isinstance(prompt, str) else None
 
-    def decode_leg(self, body: Body, prefilled: Prefilled | None) -> Body:
-        if prefilled is None:
-            return legs.decode_body(body, None)
-        params = None if prefilled.params is None else prefilled.params.for_decode()
-        leg = legs.decode_body(body, params)
-        if prefilled.prompt_token_ids:
-            leg["prompt"] = prefilled.prompt_token_ids
-        return leg
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+        return _with_ids(legs.prefill_body(body, params, max_tokens=1), ids)
+
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
+        return _with_ids(legs.decode_body(body, params), ids)
+
+
+def _with_ids(leg: Body, ids: Sequence[int] | None) -> Body:
+    return {**leg, "prompt": list(ids)} if ids else leg
 
 
 def _one_prompt(prompt: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -39,6 +39,21 @@ PREFILL_DROPS: Final = frozenset(
 )
 
 
+# Keys that change how an answer is made or told, and never what the prompt is.
+NOT_RENDERED: Final = frozenset(
+    {
+        *("stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "echo"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "bad_words", "allowed_token_ids"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "use_beam_search"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "repetition_detection"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "parallel_tool_calls", "service_tier", "store"),
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "priority", "session_id", "request_id"),
+        "cache_salt",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """What the prefill leg brought."""
@@ -49,6 +64,8 @@ class Prefilled:
     prompt_token_ids: list[int] | None
     answered_at: float
     """Event loop time; the lease on the blocks runs from then."""
+    seconds: float
+    """What the leg took."""
 
 
 class Endpoint(Protocol):
@@ -64,10 +81,14 @@ class Endpoint(Protocol):
     def history(self, body: Body) -> object:
         """The messages that make the conversation, or None if this endpoint has none."""
 
-    def prefill_leg(self, body: Body) -> Body:
-        """The body for the prefill engine."""
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+        """What to ask an engine's /tokenize for the ids of the prompt; or the ids themselves; or None if an answer
+        would not be certain to be what the engines make of this body. `ours`: whether it is an engine of Backhaul."""
 
-    def decode_leg(self, body: Body, prefilled: Prefilled | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+        """The body for the prefill engine; `ids` are those of the prompt, if known."""
+
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
         """The body for the decode engine."""
 
 
@@ -94,7 +115,7 @@ def alone(body: Body) -> str | None:
     return None
 
 
-def prefill_body(body: Body, **tokens: int) -> Body:
+def prefill_body(body: Body, params: KVTransferParams, **tokens: int) -> Body:
     """Prefill, make one token, hold the blocks, tell the ids. `tokens` are the endpoint's names for the limit of 1."""
     return {
         **{key: value for key, value in body.items() if key not in PREFILL_DROPS},
@@ -102,7 +123,7 @@ def prefill_body(body: Body, **tokens: int) -> Body:
         "n": 1,
         "stream": False,
         "return_token_ids": True,
-        "kv_transfer_params": KVTransferParams.for_prefill().to_json(),
+        "kv_transfer_params": params.to_json(),
     }
 
 
@@ -115,6 +136,15 @@ def decode_body(body: Body, params: KVTransferParams | None) -> Body:
     if params is not None:
         leg["kv_transfer_params"] = params.to_json()
     return leg
+
+
+def tokenize_body(body: Body, asked: frozenset[str]) -> Body | None:
+    """The part of a body that /tokenize needs, or None if there is more in it than `asked` and what is known not to
+    change the prompt: what we do not know may."""
+    given = {key for key, value in body.items() if value is not None}
+    if given - asked - NOT_RENDERED:
+        return None
+    return {key: body[key] for key in given & asked}
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:

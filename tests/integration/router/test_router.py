@@ -13,7 +13,6 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from connectors.wire import sse
-from router.conversation import Record, unpack_ids
 from tests.router_harness import CHAT, COMPLETION, Front, router_over, until
 from tests.stub_engine import OUTPUT_IDS, PROMPT_IDS, TEXT, StubEngine
 
@@ -103,21 +102,22 @@ async def test_stream_cut_at_every_byte_reaches_the_client_whole(front: Front, p
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_turn_is_remembered_before_the_client_knows_it_is_over(
-    front: Front, d: StubEngine, redis_url: str, stream: bool
+    front: Front, p: StubEngine, d: StubEngine, redis_url: str, stream: bool
 ) -> None:
     async with Redis.from_url(redis_url) as redis:
         await redis.flushdb()
         await front.post({**CHAT, "stream": stream})
         [key] = await redis.keys("*")
-        record = Record.unpack(await redis.get(key))
         assert 0 < await redis.ttl(key) <= 450
-    assert unpack_ids(record.prompt_ids) == PROMPT_IDS
-    assert unpack_ids(record.output_ids) == OUTPUT_IDS
-    assert record.params is not None
-    assert record.params["remote_engine_id"] == "decode-engine"
-    assert (record.turn, record.decode) == (1, d.url)
+    found = await front.router.store.claim(key.decode())
+    assert found is not None
+    assert found.record.token_ids.tolist() == [*PROMPT_IDS, *OUTPUT_IDS]
+    assert (found.record.turn, found.record.prefill, found.record.decode) == (1, p.url, d.url)
+    assert found.offer is not None
+    assert found.offer.remote_engine_id == "decode-engine"
+    assert await front.router.store.put_back(found)
     explained = (await front.post(next_turn(), headers={"X-Backhaul-Explain": "1"})).explain
-    assert (explained["turn"], explained["reason"], explained["handoff"]) == (2, "affinity", True)
+    assert (explained["turn"], explained["reason"], explained["decode"]) == (2, "affinity", d.url)
 
 
 def next_turn() -> dict[str, Any]:
@@ -338,7 +338,8 @@ async def test_model_may_be_left_out_when_there_is_one(front: Front, redis_url: 
 
 
 async def test_models(front: Front) -> None:
-    assert (await front.get("/v1/models")).json == {"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}
+    card = {"id": "m", "max_model_len": 4096, "owned_by": "backhaul"}
+    assert (await front.get("/v1/models")).json == {"object": "list", "data": [card]}
     assert (await front.get("/v1/models/m")).json["id"] == "m"
     assert (await front.get("/v1/models/x/y")).error["code"] == "model_not_found"
 
@@ -394,11 +395,11 @@ async def test_connections_are_used_again(front: Front, p: StubEngine, d: StubEn
         await asyncio.sleep(0.02)  # the end of the chunked body comes in a packet of its own
         return response
 
-    for stream in (True, False) * 5:
+    for number, stream in enumerate((True, False) * 5):
         if stream:
             d.scripts.append(end_late)
-        await front.post({**CHAT, "stream": stream})
-        await until(front.is_idle, "idle")
+        await front.post({**CHAT, "conversation_id": f"{number}", "stream": stream})
+        await until(front.is_settled, "settled")
     assert len(p.connections) == 1
     assert len(d.connections) == 1
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import struct
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from connectors.wire.openai import APIError
-from router.conversation import Record, Scope, identify, name_of, pack_ids, unpack_ids
+from router.conversation import KEY_PREFIX, Scope, identify, media_digests, name_of
 
 SCOPE = Scope("default", "m", None)
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -46,12 +42,64 @@ def test_answer_is_recognised_however_a_client_writes_it_back(echoed: dict[str, 
     assert identify(SCOPE, None, [USER, echoed, MORE]).find == filed
 
 
+@pytest.mark.parametrize("said", ["<think>They greet me.</think>\n\nHello!", "They greet me.</think>Hello!", "Hello!"])
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        "<think>They greet me.</think>\n\nHello!",
+        "They greet me.\n</think>\n\nHello!",
+        "<think>\n\n</think>\n\nHello!",
+        "Hello!",
+        [{"type": "text", "text": "<think>They greet me.</think>Hello!"}],
+        [{"type": "thinking", "thinking": "They greet me."}, {"type": "text", "text": "Hello!"}],
+    ],
+)
+def test_answer_is_recognised_with_and_without_its_thoughts(said: str, echoed: object) -> None:
+    filed = identify(SCOPE, None, [USER]).file_under({**ANSWER, "content": said})
+    assert identify(SCOPE, None, [USER, {"role": "assistant", "content": echoed}, MORE]).find == filed
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>Hello!", "The tag <think>is</think> Hello!", "</thinking>Hello!", "<think>no</think>", ""]
+)
+def test_what_are_no_thoughts_is_not_left_out(text: str) -> None:
+    plain = identify(SCOPE, None, [USER]).file_under({**ANSWER, "content": "Hello!"})
+    assert identify(SCOPE, None, [USER, {"role": "assistant", "content": text}, MORE]).find != plain
+
+
+def test_only_an_assistant_thinks() -> None:
+    thoughtful = {"role": "user", "content": "<think>x</think>Hi"}
+    assert identify(SCOPE, None, [thoughtful]).file_under(ANSWER) != identify(SCOPE, None, [USER]).file_under(ANSWER)
+
+
+@pytest.mark.parametrize("arguments", ['{"b": [1, 2], "a": 1}', '{"a":1,"b":[1,2]}', ' {"a": 1,\n "b": [1, 2]}'])
+def test_tool_calls_are_recognised_however_their_arguments_are_spaced(arguments: str) -> None:
+    def calling(text: object) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": text}}]}
+
+    filed = identify(SCOPE, None, [USER]).file_under(calling('{"a": 1, "b": [1, 2]}'))
+    assert identify(SCOPE, None, [USER, calling(arguments)]).find == filed
+    for other in ('{"a": 1, "b": [2, 1]}', '{"a": 1', "", None, "[" * 2000, "[" * 300 + "]" * 300):
+        assert identify(SCOPE, None, [USER, calling(other)]).find not in (None, filed)
+
+
+def test_answer_nobody_could_send_back_is_filed_nowhere() -> None:
+    assert identify(SCOPE, None, [USER]).file_under({**ANSWER, "content": "half an emoji: \ud83d"}) is None
+    odd = Scope("\udcff", "m", "\ud83d")
+    assert identify(odd, None, [USER]).file_under(ANSWER) != identify(SCOPE, None, [USER]).file_under(ANSWER)
+
+
 def test_tool_calls_are_recognised_without_their_ids() -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL["function"]}]}
     filed = identify(SCOPE, None, [USER]).file_under(said)
     echoed = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "4", "tool_call_id": "call_1"}
-    assert identify(SCOPE, None, [USER, echoed, result]).find == filed
+    conversation = identify(SCOPE, None, [USER, echoed, result])
+    assert conversation.find == filed
+    renamed = identify(SCOPE, None, [USER, echoed, {**result, "tool_call_id": "call_2"}])
+    assert renamed.file_under(ANSWER) == conversation.file_under(ANSWER)
+    elsewhere = identify(SCOPE, None, [USER, echoed, {**result, "content": "5"}])
+    assert elsewhere.file_under(ANSWER) != conversation.file_under(ANSWER)
     other = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 2}'}}]}
     assert identify(SCOPE, None, [USER, other, result]).find != filed
 
@@ -81,7 +129,8 @@ def test_named_conversations_differ_by_name_and_scope_only() -> None:
     named = identify(SCOPE, "a", [USER])
     assert named.find == keys[0]
     assert named.file_under(ANSWER) == keys[0]
-    assert "a" not in (named.find or "").removeprefix("backhaul:conversation:1:").split(":")
+    assert (named.find or "").startswith(KEY_PREFIX)
+    assert "a" not in (named.find or "").removeprefix(KEY_PREFIX).split(":")
 
 
 def test_first_turn_has_nothing_to_find() -> None:
@@ -147,70 +196,45 @@ def test_bad_name_is_refused(name: object) -> None:
     assert (refused.value.status, refused.value.param) == (400, "conversation_id")
 
 
-RECORD = Record(
-    turn=3,
-    prefill="http://p",
-    decode="http://d",
-    deadline=12.5,
-    prompt_ids=pack_ids([1, 2, 70000]),
-    output_ids=pack_ids([5]),
-    params={"remote_block_ids": [[1]], "x": None},
-)
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def test_record_survives_packing() -> None:
-    assert Record.unpack(RECORD.pack()) == RECORD
-    assert unpack_ids(RECORD.prompt_ids) == [1, 2, 70000]
-    assert Record.unpack(Record(1, None, "d", 0.0).pack()) == Record(1, None, "d", 0.0)
-
-
-@given(st.lists(st.integers(0, 2**32 - 1)))
-def test_ids_survive_packing(ids: list[int]) -> None:
-    assert unpack_ids(pack_ids(ids)) == ids
-    assert len(pack_ids(ids)) == 4 * len(ids)
-
-
-@given(st.binary(max_size=300))
-def test_garbage_is_no_record(data: bytes) -> None:
-    with pytest.raises(ValueError):
-        Record.unpack(data)
-
-
-@pytest.mark.parametrize("length", range(len(RECORD.pack()) - len(RECORD.output_ids)))
-def test_record_cut_short_is_no_record(length: int) -> None:
-    with pytest.raises(ValueError):
-        Record.unpack(RECORD.pack()[:length])
+def test_media_are_told_apart_and_kept_in_order() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    text = {"type": "text", "text": "What is it?"}
+    one, two = media_digests([USER, {"role": "user", "content": [text, PICTURE, sound]}])
+    assert one != two
+    assert media_digests([{"role": "user", "content": [sound, text]}, {"role": "user", "content": [PICTURE]}]) == (
+        two,
+        one,
+    )
+    turned = {"image_url": {"url": "data:image/png;base64,AAAA"}, "type": "image_url"}
+    assert media_digests([{"role": "user", "content": [turned]}]) == (one,)
+    other = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAB"}}
+    assert media_digests([{"role": "user", "content": [other]}]) != (one,)
 
 
 @pytest.mark.parametrize(
-    ("fact", "value"),
+    "messages",
     [
-        *[("deadline", value) for value in ("z", None, "1", True)],
-        *[("turn", value) for value in (None, "x", 2**64 - 1, 2**31, 0, -1, 1.5, True)],
-        *[("params", value) for value in ([], [1], "x", 5)],
-        *[("prefill", value) for value in (5, [], {})],
-        *[("decode", value) for value in (None, 5)],
-        ("more", 1),
+        None,
+        "text",
+        [],
+        ["x", None, 5],
+        [USER, ANSWER, MORE],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}],
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "a"}, {"type": "refusal", "refusal": "b"}],
+            }
+        ],
     ],
 )
-def test_record_with_a_wrong_fact_is_no_record(fact: str, value: object) -> None:
-    facts = {name: getattr(RECORD, name) for name in ("turn", "prefill", "decode", "deadline", "params")}
-    assert Record.unpack(_packed(facts)) == replace(RECORD, prompt_ids=b"", output_ids=b"")
-    with pytest.raises(ValueError):
-        Record.unpack(_packed({**facts, fact: value}))
+def test_text_has_no_media(messages: object) -> None:
+    assert media_digests(messages) == ()
 
 
-@pytest.mark.parametrize("facts", [[], None, "x", {}])
-def test_record_without_facts_is_no_record(facts: object) -> None:
-    with pytest.raises(ValueError):
-        Record.unpack(_packed(facts))
-
-
-def _packed(facts: object) -> bytes:
-    text = orjson.dumps(facts)
-    return struct.pack("<BII", 1, len(text), 0) + text
-
-
-def test_record_of_another_version_is_no_record() -> None:
-    with pytest.raises(ValueError):
-        Record.unpack(b"\x02" + RECORD.pack()[1:])
+@pytest.mark.parametrize("part", [{}, {"type": 5}, {"type": "hologram"}, {"image_url": "x"}, 5, None, []])
+def test_what_is_not_known_to_be_text_counts_as_media(part: object) -> None:
+    assert len(media_digests([{"role": "user", "content": [part]}])) == 1

@@ -11,7 +11,6 @@ from connectors.wire.transfer import KVTransferParams
 from router.api import legs
 from router.api.chat import Chat
 from router.api.completions import Completions
-from router.api.legs import Prefilled
 
 PARAMS = KVTransferParams.parse(
     {
@@ -26,7 +25,8 @@ PARAMS = KVTransferParams.parse(
         "novel": "kept",
     }
 )
-PREFILLED = Prefilled("http://p", PARAMS, [7, 8], 0.0)
+IDS = [7, 8]
+HOLD = KVTransferParams.for_prefill()
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "m", "messages": MESSAGES}
 TEXT = {"model": "m", "prompt": "Hi"}
@@ -68,7 +68,7 @@ CHANGED_ON_PREFILL = {
 
 
 def test_prefill_leg_of_a_chat() -> None:
-    leg = Chat().prefill_leg({**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL})
+    leg = Chat().prefill_leg({**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL}, HOLD, None)
     assert leg == {
         **CHAT,
         **KEPT_ON_PREFILL,
@@ -83,22 +83,22 @@ def test_prefill_leg_of_a_chat() -> None:
 
 @pytest.mark.parametrize("limit", [{"max_completion_tokens": 500}, {"max_tokens": 500}, {}])
 def test_prefill_leg_makes_one_token_whichever_name_the_limit_has(limit: dict[str, int]) -> None:
-    leg = Chat().prefill_leg({**CHAT, **limit})
+    leg = Chat().prefill_leg({**CHAT, **limit}, HOLD, None)
     assert (leg["max_tokens"], leg["max_completion_tokens"]) == (1, 1)
-    assert Completions().prefill_leg({**TEXT, **limit})["max_tokens"] == 1
-    assert "max_completion_tokens" not in Completions().prefill_leg({**TEXT, **limit})
+    assert Completions().prefill_leg({**TEXT, **limit}, HOLD, None)["max_tokens"] == 1
+    assert "max_completion_tokens" not in Completions().prefill_leg({**TEXT, **limit}, HOLD, None)
 
 
 def test_decode_leg_is_the_clients_body_with_the_ids_and_blocks() -> None:
     body = {**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL}
-    leg = Chat().decode_leg(body, PREFILLED)
+    leg = Chat().decode_leg(body, PARAMS, IDS)
     params = leg.pop("kv_transfer_params")
     assert params == {**PARAMS.to_json(), "prompt_token_ids": [7, 8]}
     assert leg == {**body, "return_token_ids": True}
 
 
 def test_decode_leg_of_a_completion_has_the_ids_for_a_prompt() -> None:
-    leg = Completions().decode_leg(TEXT, PREFILLED)
+    leg = Completions().decode_leg(TEXT, PARAMS, IDS)
     assert leg["prompt"] == [7, 8]
     assert leg["kv_transfer_params"] == PARAMS.to_json()
 
@@ -106,10 +106,9 @@ def test_decode_leg_of_a_completion_has_the_ids_for_a_prompt() -> None:
 @pytest.mark.parametrize("endpoint", [Chat(), Completions()])
 def test_decode_leg_without_blocks_has_no_params(endpoint: legs.Endpoint) -> None:
     body = CHAT if endpoint.name == "chat" else TEXT
-    for prefilled in (None, Prefilled("http://p", None, [7, 8], 0.0)):
-        leg = endpoint.decode_leg(body, prefilled)
-        assert "kv_transfer_params" not in leg
-        assert leg["return_token_ids"] is True
+    leg = endpoint.decode_leg(body, None, None)
+    assert "kv_transfer_params" not in leg
+    assert leg["return_token_ids"] is True
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_decode_leg_without_blocks_has_no_params(endpoint: legs.Endpoint) -> Non
     ],
 )
 def test_ids_are_sent_only_for_text(content: object, ids: bool) -> None:
-    leg = Chat().decode_leg({**CHAT, "messages": [{"role": "user", "content": content}]}, PREFILLED)
+    leg = Chat().decode_leg({**CHAT, "messages": [{"role": "user", "content": content}]}, PARAMS, IDS)
     assert ("prompt_token_ids" in leg["kv_transfer_params"]) == ids
 
 
@@ -138,8 +137,8 @@ def test_ids_are_sent_only_for_text(content: object, ids: bool) -> None:
 )
 def test_usage_is_asked_for_in_streams(options: object, sent: object) -> None:
     body = {**CHAT, "stream": True} | ({} if options is None else {"stream_options": options})
-    assert Chat().decode_leg(body, None)["stream_options"] == sent
-    assert "stream_options" not in Chat().decode_leg(CHAT, None)
+    assert Chat().decode_leg(body, None, None)["stream_options"] == sent
+    assert "stream_options" not in Chat().decode_leg(CHAT, None, None)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +212,59 @@ def test_odd_values_are_left_for_the_engine_to_refuse(odd: dict[str, Any]) -> No
 def test_legs_leave_the_clients_body_alone() -> None:
     body: dict[str, Any] = {**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL}
     given = copy.deepcopy(body)
-    Chat().prefill_leg(body)
-    Chat().decode_leg(body, PREFILLED)
+    Chat().prefill_leg(body, HOLD, IDS)
+    Chat().decode_leg(body, PARAMS, IDS)
     assert body == given
+
+
+def test_ids_known_to_the_router_spare_the_prefill_engine_its_tokenizer() -> None:
+    chat = Chat().prefill_leg(CHAT, HOLD, IDS)
+    assert chat["kv_transfer_params"] == {**HOLD.to_json(), "prompt_token_ids": IDS}
+    completion = Completions().prefill_leg(TEXT, HOLD, IDS)
+    assert (completion["prompt"], completion["kv_transfer_params"]) == (IDS, HOLD.to_json())
+
+
+def test_offered_blocks_travel_in_the_prefill_leg() -> None:
+    offer = PARAMS.with_(do_remote_prefill=False, do_remote_decode=True)
+    leg = Chat().prefill_leg(CHAT, KVTransferParams.for_prefill(offer), IDS)
+    assert leg["kv_transfer_params"] == {**offer.to_json(), "prompt_token_ids": IDS}
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "query"),
+    [
+        pytest.param(CHAT, CHAT, id="messages"),
+        pytest.param({**CHAT, "tools": TOOLS, "temperature": 0, "stream": True}, {**CHAT, "tools": TOOLS}, id="tools"),
+        pytest.param(
+            {**CHAT, "chat_template_kwargs": {"a": 1}}, {**CHAT, "chat_template_kwargs": {"a": 1}}, id="kwargs"
+        ),
+        pytest.param({**CHAT, "tools": None, "novel": None}, CHAT, id="keys without a value"),
+        pytest.param({**CHAT, "novel": 1}, None, id="a key nobody here knows may change the prompt"),
+        pytest.param({**CHAT, "truncate_prompt_tokens": 5}, None, id="cut by the engine"),
+        pytest.param({**CHAT, "response_format": {"type": "json_object"}}, None, id="some templates render it"),
+        pytest.param(
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            None,
+            id="a picture has no ids",
+        ),
+        pytest.param(TEXT, TEXT, id="text"),
+        pytest.param({**TEXT, "prompt": [1, 2]}, [1, 2], id="ids as they are"),
+        pytest.param({**TEXT, "prompt": [1, True]}, None, id="no ids"),
+        pytest.param({**TEXT, "prompt": ["Hi"]}, None, id="list of texts"),
+        pytest.param({**TEXT, "suffix": "!"}, None, id="fill in the middle"),
+    ],
+)
+def test_ids_are_asked_for_only_where_the_answer_is_certain(body: dict[str, Any], query: object) -> None:
+    endpoint = Chat() if "messages" in body else Completions()
+    assert endpoint.tokenize_body(body, ours=False) == query
+
+
+def test_our_engines_are_asked_about_more() -> None:
+    body = {**CHAT, "documents": [{"text": "d"}], "reasoning_effort": "low", "tool_choice": "none"}
+    assert Chat().tokenize_body(body, ours=False) is None
+    asked = {key: value for key, value in body.items() if key != "tool_choice"}
+    assert Chat().tokenize_body(body, ours=True) == asked
+    assert Chat().tokenize_body({**body, "novel": 1}, ours=True) is None

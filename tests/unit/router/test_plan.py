@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
 from connectors.wire.openai import APIError
-from router.plan import EngineView, Facts, Plan, make_plan
+from router.plan import KV_REASONS, REASONS, EngineView, Facts, Plan, make_plan
+from router.verify import Why
 
 M = frozenset({"m"})
 
@@ -18,73 +22,80 @@ def down(url: str, *, models: frozenset[str] = M) -> EngineView:
     return EngineView(url, False, models)
 
 
+def engines(plan: Plan) -> tuple[str | None, str, str]:
+    return plan.prefill, plan.decode, plan.reason
+
+
 @pytest.mark.parametrize(
     ("facts", "prefill", "decode", "expected"),
     [
-        pytest.param(Facts("m"), [up("p1")], [up("d1")], Plan("p1", "d1", "new"), id="only one of each"),
+        pytest.param(Facts("m"), [up("p1")], [up("d1")], ("p1", "d1", "new"), id="only one of each"),
         pytest.param(
-            Facts("m"), [up("p1", 2), up("p2", 1)], [up("d1", 1), up("d2")], Plan("p2", "d2", "new"), id="least busy"
+            Facts("m"), [up("p1", 2), up("p2", 1)], [up("d1", 1), up("d2")], ("p2", "d2", "new"), id="least busy"
         ),
         pytest.param(
             Facts("m"),
             [up("p1", 0, 9), up("p2", 0, 8)],
             [up("d1", 0, 1), up("d2", 0, 2)],
-            Plan("p2", "d1", "new"),
+            ("p2", "d1", "new"),
             id="idle ones in turn",
         ),
         pytest.param(
             Facts("m"),
             [down("p1"), up("p2", 9)],
             [down("d1"), up("d2", 9)],
-            Plan("p2", "d2", "new"),
+            ("p2", "d2", "new"),
             id="only the ready",
         ),
         pytest.param(
             Facts("m", last_prefill="p2", last_decode="d2"),
             [up("p1"), up("p2", 4)],
             [up("d1"), up("d2", 4)],
-            Plan("p2", "d2", "affinity"),
+            ("p2", "d2", "affinity"),
             id="stays on its engines while they are not much busier",
         ),
         pytest.param(
             Facts("m", last_prefill="p2", last_decode="d2"),
             [up("p1"), up("p2", 5)],
             [up("d1"), up("d2", 5)],
-            Plan("p1", "d1", "moved"),
+            ("p1", "d1", "spill"),
             id="leaves them when they are",
         ),
         pytest.param(
             Facts("m", last_prefill="p2", last_decode="d2"),
             [up("p1"), down("p2")],
             [up("d1"), down("d2")],
-            Plan("p1", "d1", "moved"),
+            ("p1", "d1", "moved"),
             id="leaves them when they are down",
         ),
         pytest.param(
             Facts("m", alone="several_choices"),
             [down("p1")],
             [up("d1")],
-            Plan(None, "d1", "several_choices"),
+            (None, "d1", "several_choices"),
             id="decode engine alone needs no prefill engine",
         ),
-        pytest.param(Facts("m"), [], [up("d1")], Plan(None, "d1", "no_prefill_pool"), id="no prefill pool"),
+        pytest.param(Facts("m"), [], [up("d1")], (None, "d1", "no_prefill_pool"), id="no prefill pool"),
         pytest.param(
             Facts("a"),
             [up("p1"), up("p2", 5, models=frozenset({"m", "a"}))],
             [up("d1"), up("d2", 5, models=frozenset({"a"}))],
-            Plan("p2", "d2", "new"),
+            ("p2", "d2", "new"),
             id="only engines that serve the model",
         ),
     ],
 )
-def test_plan(facts: Facts, prefill: list[EngineView], decode: list[EngineView], expected: Plan) -> None:
-    assert make_plan(facts, prefill, decode) == expected
+def test_plan(
+    facts: Facts, prefill: list[EngineView], decode: list[EngineView], expected: tuple[str | None, str, str]
+) -> None:
+    assert engines(make_plan(facts, prefill, decode)) == expected
 
 
 def test_engines_that_just_failed_are_avoided() -> None:
     facts = Facts("m", last_prefill="p1", last_decode="d1")
     avoid = {"p1", "d1"}
-    assert make_plan(facts, [up("p1"), up("p2", 9)], [up("d1"), up("d2", 9)], avoid=avoid) == Plan("p2", "d2", "moved")
+    plan = make_plan(facts, [up("p1"), up("p2", 9)], [up("d1"), up("d2", 9)], avoid=avoid)
+    assert engines(plan) == ("p2", "d2", "moved")
 
 
 @pytest.mark.parametrize(
@@ -108,4 +119,54 @@ def test_no_plan(prefill: list[EngineView], decode: list[EngineView], status: in
 
 
 def test_decode_engine_prefills_when_no_prefill_engine_is_left_and_that_is_wanted() -> None:
-    assert make_plan(Facts("m"), [down("p")], [up("d")], fallback=True) == Plan(None, "d", "no_prefill_engine")
+    plan = make_plan(Facts("m"), [down("p")], [up("d")], fallback=True)
+    assert engines(plan) == (None, "d", "no_prefill_engine")
+
+
+SECOND = Facts("m", last_prefill="p1", last_decode="d1")
+P, D = [up("p1"), up("p2")], [up("d1"), up("d2")]
+
+
+@pytest.mark.parametrize(
+    ("why", "num_new", "engines_and_reason", "kv", "pull"),
+    [
+        pytest.param("no_record", None, ("p1", "d1", "affinity"), "no_record", False, id="nothing to pull"),
+        pytest.param("offered", None, ("p1", "d1", "affinity"), "offered", True, id="new tokens not counted"),
+        pytest.param("offered", 33, ("p1", "d1", "affinity"), "offered", True, id="one token too many for D alone"),
+        pytest.param("offered", 32, (None, "d1", "short_suffix"), "own_cache", False, id="D alone at the break-even"),
+        pytest.param("short", 32, (None, "d1", "short_suffix"), "own_cache", False, id="D alone, too short to pull"),
+        pytest.param("short", 40, ("p1", "d1", "affinity"), "short", False, id="computed again"),
+        pytest.param("self_checked", 5, ("p1", "d1", "affinity"), "self_checked", True, id="engines compare"),
+        pytest.param("mismatch", 5, ("p1", "d1", "affinity"), "mismatch", False, id="another prompt"),
+        pytest.param("no_offer", 5, ("p1", "d1", "affinity"), "no_offer", False, id="another turn has the blocks"),
+        pytest.param("gone", 5, ("p1", "d1", "affinity"), "gone", False, id="given away"),
+    ],
+)
+def test_use_of_the_last_turns_kv(
+    why: Why, num_new: int | None, engines_and_reason: tuple[str | None, str, str], kv: str, pull: bool
+) -> None:
+    plan = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
+    assert (engines(plan), plan.kv, plan.pull) == (engines_and_reason, kv, pull)
+
+
+@pytest.mark.parametrize(
+    ("decode", "expected", "kv", "pull"),
+    [
+        pytest.param([up("d1", 5), up("d2")], ("p1", "d2", "spill"), "offered", True, id="busy owner is still read"),
+        pytest.param([down("d1"), up("d2")], ("p1", "d2", "moved"), "owner_down", False, id="dead owner is not asked"),
+        pytest.param([up("d2")], ("p1", "d2", "moved"), "owner_down", False, id="owner is no longer in the pool"),
+    ],
+)
+def test_blocks_are_pulled_from_their_owner_wherever_the_turn_goes(
+    decode: list[EngineView], expected: tuple[str | None, str, str], kv: str, pull: bool
+) -> None:
+    plan = make_plan(replace(SECOND, why="offered", num_new=3), P, decode, break_even=32)
+    assert (engines(plan), plan.kv, plan.pull) == (expected, kv, pull)
+
+
+def test_every_reason_is_one_of_those_listed_for_the_metrics() -> None:
+    for why in get_args(Why):
+        for num_new in (None, 1, 1000):
+            plan = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
+            assert plan.reason in REASONS
+            assert plan.kv in KV_REASONS

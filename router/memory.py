@@ -1,0 +1,172 @@
+"""What a turn takes from the one before it, and leaves for the next.
+
+The last turn's decode engine has offered its blocks; the offer is one of three things at any time: *in hand* here,
+given to a prefill engine (which pulls or releases), or back in the store. However the turn ends, it ends in one of the
+last two, or the blocks are released: nothing is left to wait for the end of its lease.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from connectors.wire.openai import APIError
+from connectors.wire.transfer import KVTransferParams
+from router.context import Router
+from router.conversation import media_digests
+from router.record import Record
+from router.relay import Answer
+from router.request import Turn
+from router.store import Claimed
+from router.upstream import EngineFault, ids_or_none
+from router.verify import ID_TYPE, verify
+
+SOLO: Final = frozenset({"several_choices", "several_prompts", "beam_search"})  # no one answer to go on from
+OFFER_SHARE: Final = 15 / 16
+"""Of an engine's promise to keep blocks, what a record lives: the router's clock starts later, and pulls take time."""
+
+
+@asynccontextmanager
+async def recall(router: Router, turn: Turn) -> AsyncIterator[None]:
+    """Find what is known of the conversation, for the time of this turn."""
+    past = turn.past
+    past.claimed = claimed = await router.store.claim(turn.conversation.find)
+    if claimed is not None:
+        turn.report.turn = claimed.record.turn + 1
+        past.in_hand = claimed.offer is not None
+        past.why = "no_offer"
+    try:
+        yield
+    finally:
+        _settle(router, turn)
+
+
+async def compare(router: Router, turn: Turn) -> None:
+    """Compare the new prompt with what the last decode engine computed; what they share may be pulled."""
+    past = turn.past
+    claimed = past.claimed
+    if claimed is None or turn.alone is not None or not router.pool.prefill:
+        return
+    record, offer = claimed.record, claimed.offer
+    media = media_digests(turn.endpoint.history(turn.body))
+    if record.token_ids and not media:
+        past.prompt_ids = await _prompt_ids(router, turn, record)
+    if offer is None:
+        return
+    if media or record.media:
+        past.why = "media"
+    elif past.prompt_ids is not None:
+        found = verify(
+            offer,
+            record.token_ids,
+            array(ID_TYPE, past.prompt_ids),
+            least=router.config.kv_recompute_threshold,
+            block_size=router.config.kv_block_size,
+        )
+        past.num_known, past.offer, past.why = found.num_known, found.offer, found.why
+    elif offer.kv_layout is not None and offer.remote_block_hashes:
+        past.offer, past.why = offer, "self_checked"
+    else:
+        past.why = "unverified"
+
+
+async def _prompt_ids(router: Router, turn: Turn, record: Record) -> list[int] | None:
+    """The ids of the new prompt, as the engines will make them."""
+    engine = router.pool.one_ready(turn.model, rather=(record.prefill, record.decode))
+    ours = engine is not None and engine.is_ours(turn.model)
+    query = turn.endpoint.tokenize_body(turn.body, ours=ours)
+    if isinstance(query, list):
+        return query
+    if engine is None or query is None:
+        return None
+    if ours:
+        # A sampled answer is rarely what its own text would be tokenized to. Our engines then put the known ids in
+        # the place of those of the same text, so that what was computed for them can be used.
+        query = {**query, "known_token_ids": record.token_ids.tolist()}
+    return await router.upstream.tokenize(engine, query, turn.headers)
+
+
+def give(turn: Turn) -> KVTransferParams | None:
+    """The offer for a prefill engine, which from here on sees to it."""
+    if turn.past.offer is not None:
+        turn.past.in_hand = False
+    return turn.past.offer
+
+
+def take_back(router: Router, turn: Turn, error: APIError) -> None:
+    """The prefill engine that was given the offer failed. If it never came to look at the request, the offer is as
+    good as before; otherwise the blocks may be half read, and are let go."""
+    past = turn.past
+    if past.offer is None or past.claimed is None:
+        return
+    fault = isinstance(error, EngineFault) and not error.unsent and error.status != 503
+    if fault or is_about_offer(error):
+        release(router, past.claimed.offer)
+        past.drop("gone")
+        past.is_lost = True
+    else:
+        past.in_hand = True
+
+
+def is_about_offer(error: APIError) -> bool:
+    """Whether an engine refused what the router told it, which is not the client's fault."""
+    return error.status == 400 and (error.param or "").startswith("kv_transfer_params")
+
+
+async def remember(router: Router, turn: Turn, answer: Answer) -> None:
+    """File what the next turn needs under the conversation it will be found by."""
+    report, past = turn.report, turn.past
+    report.see_usage(answer)
+    offer = answer.params if answer.params is not None and answer.params.do_remote_decode else None
+    key = turn.conversation.file_under(answer.message)
+    if key is None or turn.alone in SOLO or not answer.finished or report.decode is None:
+        release(router, offer)
+        return
+    if offer is None and past.in_hand:
+        offer = past.offer  # older and shorter, but of a prefix of the next prompt all the same
+        past.in_hand = offer is None
+    prompt = array(ID_TYPE, ids_or_none(answer.prompt_token_ids) or past.prompt_ids or ())
+    output = answer.output_token_ids if answer.output_ids_complete and prompt else ()
+    ttl = router.config.conversation_ttl
+    if offer is not None and offer.remote_blocks_ttl is not None:
+        ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
+    record = Record(
+        turn=report.turn,
+        prefill=report.prefill,
+        decode=report.decode,
+        deadline=time.time() + ttl,
+        token_ids=prompt + array(ID_TYPE, output),
+        num_prompt_tokens=len(prompt),
+        media=media_digests(turn.endpoint.history(turn.body)),
+    )
+    saved = await router.store.save(key, record, offer)
+    turn.remembered = saved.kept
+    for orphan in saved.orphans:
+        release(router, orphan)
+    if saved.kept and offer is not None and offer.kv_layout is not None:
+        router.sweeper.watch(key, saved.stamp, record.deadline)
+
+
+def release(router: Router, blocks: KVTransferParams | None) -> None:
+    """Give blocks back that nobody will read, in the background. Engines that do not offer it free them by lease."""
+    if blocks is not None and blocks.kv_layout is not None:
+        router.background.start(router.upstream.release(blocks))
+
+
+def _settle(router: Router, turn: Turn) -> None:
+    past = turn.past
+    if past.claimed is None or not past.in_hand:
+        return
+    past.in_hand = False
+    if turn.remembered:
+        release(router, past.claimed.offer)
+    else:
+        router.background.start(_put_back(router, past.claimed))
+
+
+async def _put_back(router: Router, claimed: Claimed) -> None:
+    if not await router.store.put_back(claimed):
+        release(router, claimed.offer)

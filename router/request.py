@@ -1,0 +1,121 @@
+"""One turn as the client asked for it, and what is known of it so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from connectors.wire.openai import bad_request
+from connectors.wire.transfer import KVTransferParams
+from router import headers
+from router.api.legs import Endpoint, wants_usage, without_engine_talk
+from router.body import read_object
+from router.context import Router
+from router.conversation import Conversation, Scope, identify, name_of
+from router.relay import Answer
+from router.report import Report
+from router.store import Claimed
+from router.verify import Why
+
+
+@dataclass(slots=True)
+class Past:
+    """What is known of the turn before, and what of it this turn can use."""
+
+    claimed: Claimed | None = None
+    in_hand: bool = False
+    """Whether the claimed offer is still ours: to give to a prefill engine, to keep for another turn, or to release."""
+    prompt_ids: list[int] | None = None
+    """Of the new prompt, if an engine told."""
+    num_known: int = 0
+    """How many of them the last decode engine has computed KV for."""
+    offer: KVTransferParams | None = None
+    """What a prefill engine may be offered: the claimed offer, cut to what serves this prompt."""
+    why: Why = "no_record"
+    is_lost: bool = False
+    """A prefill engine was given the offer, and failed."""
+
+    @property
+    def num_new(self) -> int | None:
+        """Prompt tokens beyond the known ones, if that can be said."""
+        return None if self.prompt_ids is None else len(self.prompt_ids) - self.num_known
+
+    def spend(self) -> None:
+        """A prefill engine has answered, and done with the offer what it would; a next attempt has none."""
+        self.offer, self.num_known = None, 0
+        if self.why in ("offered", "self_checked"):
+            self.why = "gone"
+
+    def drop(self, why: Why) -> None:
+        """The last turn's blocks are of no use to this one."""
+        self.offer, self.num_known, self.why = None, 0, why
+
+
+@dataclass(slots=True)
+class Turn:
+    endpoint: Endpoint
+    body: dict[str, Any]
+    """The client's, without what only router and engines may say to each other."""
+    headers: CIMultiDict[str]
+    """For the legs."""
+    model: str
+    alone: str | None
+    conversation: Conversation
+    explain: bool
+    deadline: float
+    """Event loop time."""
+    report: Report
+    past: Past = field(default_factory=Past)
+    """Of the turn before."""
+    remembered: bool = False
+    """It has left a record itself."""
+    blocks: KVTransferParams | None = None
+    """Held for this turn by a prefill engine, and not taken by a decode engine yet."""
+    avoid: set[str] = field(default_factory=set)
+    """Engines that failed this turn."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """How many, by role."""
+
+    def new_answer(self) -> Answer:
+        return Answer(keep_token_ids=bool(self.body.get("return_token_ids")), keep_usage=wants_usage(self.body))
+
+
+async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, report: Report) -> Turn:
+    """Raises APIError, or web.HTTPException, for a request that cannot be one."""
+    body = await read_object(request, router.config.max_body_bytes)
+    body = without_engine_talk(body)
+    name = name_of(body, request.headers)
+    body.pop("conversation_id", None)
+    model = _model(router, body)
+    salt = body.get("cache_salt")
+    tenant = request.headers.get(router.config.tenant_header, "").encode(errors="surrogatepass")
+    scope = Scope(blake2b(tenant, digest_size=16).hexdigest(), model, salt if isinstance(salt, str) else None)
+    return Turn(
+        endpoint=endpoint,
+        body=body,
+        headers=headers.onward(request.headers, report.request_id),
+        model=model,
+        alone=endpoint.alone(body),
+        conversation=identify(scope, name, endpoint.history(body)),
+        explain=request.headers.get("X-Backhaul-Explain") == "1",
+        deadline=asyncio.get_running_loop().time() + router.config.turn_timeout,
+        report=report,
+    )
+
+
+def _model(router: Router, body: dict[str, Any]) -> str:
+    model = body.get("model")
+    if isinstance(model, str):
+        return model
+    if model is not None:
+        raise bad_request("A string expected.", param="model")
+    served = router.pool.models()
+    if len(served) > 1:
+        raise bad_request("Several models are served here; say which one.", param="model")
+    return next(iter(served), "")
