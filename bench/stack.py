@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ START_TIMEOUT = 120.0
 
 
 @contextlib.contextmanager
-def running_stack(*flags: str) -> Iterator[dict[str, Any]]:
-    """`backhaul up FLAGS`; yields the facts it writes when everything is ready."""
+def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """`backhaul up FLAGS`, with `env` added to the environment; yields the facts it writes when everything is ready."""
     with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as folder:
         ready = Path(folder) / "up.json"
         command = [sys.executable, "-m", "backhaul", "up", "--port", "0", "--json", str(ready), *flags]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})}
+        )
         try:
             deadline = time.monotonic() + START_TIMEOUT
             while not ready.exists():
