@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from connectors.base import Connector, NullConnector
 from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import TransferEvent
+from engine.address import advertised_host
 from engine.api.context import KVSide, Serving
 from engine.blocks import BlockPool
 from engine.client import EngineClient
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 CLAIM_MARGIN = 5.0
 """Seconds a claimed lease outlives its reader's deadline: the claim and the notification take their time."""
-_WILDCARDS = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +164,3 @@ def _scheduler(config: EngineConfig, sizes: Sizes, connector: Connector) -> Sche
         connector=connector,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-
-def advertised_host(config: EngineConfig) -> str:
-    """Where peers reach this engine: as configured, else where it listens, else the address of its default route."""
-    if config.advertise_host:
-        return config.advertise_host
-    if config.host not in _WILDCARDS:
-        return config.host
-    family, probe = (socket.AF_INET6, "2001:db8::1") if config.host == "::" else (socket.AF_INET, "192.0.2.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((probe, 9))  # sends nothing; the kernel picks the source address
-            return str(sock.getsockname()[0])
-        except OSError:
-            return "::1" if config.host == "::" else "127.0.0.1"

@@ -55,6 +55,8 @@ class EngineConfig(_Settings):
     """Port to listen on; 0 takes a free one."""
     advertise_host: str | None = None
     """Host peers reach this engine under; default: --host, or this machine's address if that is a wildcard."""
+    require_routable_host: bool = False
+    """Refuse to start if that is an address of this machine only: for engines whose peers are on others."""
     served_model_name: str | None = None
     """Model name in the API; default: the name the model file carries, else the file's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -70,7 +70,10 @@ class EngineMetrics:
         )
         self._external_hits = counter("vllm:external_prefix_cache_hits", "Prompt tokens loaded from another engine.")
         self._finished = counters("vllm:request_success", "Finished requests.", "finished_reason", FINISHED_REASONS)
-        self._failed = counter("vllm:nixl_num_failed_transfers", "Pulls that failed, handshakes included.")
+        self._failed = counter(
+            "vllm:nixl_num_failed_transfers",
+            "Pulls that failed, handshakes included; not those refused because the blocks were gone.",
+        )
         self._pull_failures = counters(
             "backhaul_engine_kv_pulls_failed", "Pulls that failed, by reason.", "reason", PULL_FAILURES
         )
@@ -124,7 +127,8 @@ class EngineMetrics:
             self._transfer_time.observe(event.seconds)
             self._transfer_bytes.observe(event.num_bytes)
         elif isinstance(event, PullFailed):
-            self._failed.inc()
+            if event.reason != "claim":  # blocks that are gone are a matter of age, not of the transfer
+                self._failed.inc()
             self._pull_failures[event.reason if event.reason in PULL_FAILURES else "other"].inc()
 
     def handoff_missing(self, endpoint: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from engine.address import advertised_host, is_loopback
 from engine.api.context import Serving, Worker
 from engine.app import make_app
 from engine.config import EngineConfig
@@ -34,6 +35,14 @@ def run_engine(config: EngineConfig) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code of the process, which this must be alone in."""
     signals = _Signals()
     signals.install()
+    host = advertised_host(config)
+    if config.require_routable_host and is_loopback(host):
+        print(
+            f"backhaul engine: --require-routable-host: peers on other machines cannot reach {host}; "
+            "give --advertise-host this machine's own address",
+            file=sys.stderr,
+        )
+        return 2
     try:
         if config.json_file is not None:
             _clear(config.json_file)

@@ -29,6 +29,7 @@ from connectors.base import (
 )
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
+from engine import limits
 from engine.batch import Batch, ScheduledRequest
 from engine.blocks import BlockPool
 from engine.messages import Output, Stop
@@ -111,10 +112,10 @@ class Scheduler:
         except WireError as error:
             self._fail(request, str(error), status=400)
             return
-        if obstacle := self._obstacle(request):
+        if obstacle := limits.obstacle(request, self.max_model_len, self.pool.num_blocks):
             self._fail(request, obstacle, status=400)
             return
-        if miss := self._cache_miss(request, self._match(request)):
+        if miss := limits.cache_miss(request, len(self._match(request))):
             self._fail(request, miss, status=409)
             return
         self.waiting.append(request)
@@ -206,9 +207,9 @@ class Scheduler:
 
         False if the request itself had to go, being the youngest or too long for the whole pool.
         """
-        total = _num_blocks(request, request.num_computed_tokens + num_new)
+        total = limits.num_blocks(request, request.num_computed_tokens + num_new)
         if total > self.pool.num_blocks:
-            self._fail(request, self._too_long(request.num_computed_tokens + num_new))
+            self._fail(request, limits.too_long(self.pool.num_blocks, request.num_computed_tokens + num_new))
             return False
         missing = max(0, total - len(request.block_ids))
         while not self._reclaim(missing):
@@ -253,11 +254,11 @@ class Scheduler:
         owed = sum(_num_blocks_owed(request) for request in (*self.running, *self.loading.values(), *self.loaded))
         while self.waiting:
             request = self.waiting[0]
-            if _num_blocks(request, request.num_tokens) > self.pool.num_blocks:
-                self._fail(request, self._too_long(request.num_tokens))
+            if limits.num_blocks(request, request.num_tokens) > self.pool.num_blocks:
+                self._fail(request, limits.too_long(self.pool.num_blocks, request.num_tokens))
                 continue
             hits = self._match(request)
-            if miss := self._cache_miss(request, hits):
+            if miss := limits.cache_miss(request, len(hits)):
                 self._fail(request, miss, status=409)
                 continue
             num_local = len(hits) * request.block_size
@@ -267,7 +268,7 @@ class Scheduler:
                 admissible = len(self.loading) + len(self.loaded) < self.max_num_seqs
             else:
                 admissible = budget > 0 and len(self.running) < self.max_num_seqs
-            num_new_blocks = _num_blocks(request, request.num_tokens) - len(hits)
+            num_new_blocks = limits.num_blocks(request, request.num_tokens) - len(hits)
             if not admissible or num_new_blocks + owed > self.pool.num_available - self.pool.num_revived(hits):
                 return
             num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
@@ -291,7 +292,7 @@ class Scheduler:
         until the claims are over.
         """
         num_local = len(hits) * request.block_size
-        num_new_blocks = _num_blocks(request, num_local + num_external + num_new) - len(hits)
+        num_new_blocks = limits.num_blocks(request, num_local + num_external + num_new) - len(hits)
         self.pool.take(hits)  # first, for they may lie in the very lease that is revoked for the rest
         if not self._reclaim(num_new_blocks):
             self.pool.free(hits)
@@ -374,50 +375,11 @@ class Scheduler:
     def _append(self, request: Request, token_id: int) -> None:
         request.append(token_id)
         self.num_generated_tokens += 1
-        status, stop_token_id = self._stop_reason(request, token_id)
+        status, stop_token_id = limits.stop_reason(request, token_id, self.max_model_len)
         if status is None:
             self._emit(request, [token_id])
         else:
             self._finish(request, status, token_ids=[token_id], stop_token_id=stop_token_id)
-
-    def _stop_reason(self, request: Request, token_id: int) -> tuple[RequestStatus | None, int | None]:
-        """Whether this last token ends the request, and the stop token if it is one: EOS before stop tokens
-        before length."""
-        sampling = request.sampling
-        if request.num_output_tokens >= sampling.min_tokens:
-            if token_id in request.eos_token_ids and not sampling.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED, None
-            if token_id in sampling.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED, token_id
-        if request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= self.max_model_len:
-            return RequestStatus.FINISHED_LENGTH, None
-        return None, None
-
-    def _obstacle(self, request: Request) -> str | None:
-        """Why this request can never be served, if so."""
-        if not request.prompt_token_ids:
-            return "the prompt is empty"
-        if request.num_prompt_tokens >= self.max_model_len:
-            return (
-                f"the prompt has {request.num_prompt_tokens} tokens; with at least one of output that is more than "
-                f"the {self.max_model_len} tokens this engine takes"
-            )
-        if _num_blocks(request, request.num_prompt_tokens) > self.pool.num_blocks:
-            return self._too_long(request.num_prompt_tokens)
-        return None
-
-    def _cache_miss(self, request: Request, hits: Sequence[int]) -> str | None:
-        """Why a request is refused that was sent here for what the prefix cache holds, if it does not hold it."""
-        params = request.kv_transfer_params
-        if params is None or params.max_prefill_tokens is None or request.num_preemptions:
-            return None
-        missing = request.num_prompt_tokens - len(hits) * request.block_size
-        if missing <= params.max_prefill_tokens:
-            return None
-        return f"{missing} of {request.num_prompt_tokens} prompt tokens are not in the prefix cache any more"
-
-    def _too_long(self, num_tokens: int) -> str:
-        return f"{num_tokens} tokens do not fit into this engine's KV cache of {self.pool.num_blocks} blocks"
 
     def _fail(self, request: Request, message: str, *, status: int = 500) -> None:
         self._finish(request, RequestStatus.FINISHED_ERROR, error=message, error_status=status)
@@ -473,15 +435,11 @@ class Scheduler:
         request.block_ids = []
 
 
-def _num_blocks(request: Request, num_tokens: int) -> int:
-    return -(-num_tokens // request.block_size)
-
-
 def _num_blocks_owed(request: Request) -> int:
     """Blocks an admitted request still needs for the tokens it has."""
     if request.status.finished:
         return 0
-    return max(0, _num_blocks(request, request.num_tokens) - len(request.block_ids))
+    return max(0, limits.num_blocks(request, request.num_tokens) - len(request.block_ids))
 
 
 def _wants_load(request: Request) -> bool:

@@ -50,6 +50,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
             "model cut short": [*engine, str(cut)],
             "model length": [*engine, str(good), "--max-model-len", "1000000"],
             "no GPU": [*engine, str(good), "--device", "cuda"],
+            "loopback": [*engine, str(good), "--require-routable-host"],
             "engine port": ["engine", "--model", str(good), "--port", port],
             "router port": ["router", "--decode", "http://127.0.0.1:9", "--port", port, "--log-level", "error"],
         }
@@ -71,6 +72,14 @@ def outcomes(commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
     )
     assert result.returncode == 0, result.stderr
     return {name: (code, text) for name, (code, text) in json.loads(result.stdout).items()}
+
+
+def test_an_engine_that_must_be_reachable_does_not_name_itself_localhost(outcomes: dict[str, tuple[int, str]]) -> None:
+    code, text = outcomes["loopback"]
+    assert code == 2
+    assert text.count("\n") == 1
+    assert "--advertise-host" in text
+    assert "127.0.0.1" in text
 
 
 @pytest.mark.parametrize(
