@@ -22,6 +22,8 @@ BATCH: Final = 16
 """Records looked at together."""
 LEAD_SECONDS: Final = 1.0
 """How long before its deadline a record's offer is taken: a turn that comes later than this recomputes."""
+LEAD_SHARE: Final = 1 / 8
+"""Of a short life, at most so much."""
 LOOK_SECONDS: Final = 1.0
 """At most this long between two looks at the clock, which somebody may set."""
 RELEASE_SECONDS: Final = 5.0
@@ -56,7 +58,8 @@ class Sweeper:
         if self._newest.get(key) == stamp:
             return
         self._newest[key] = stamp
-        entry = (deadline, key, stamp)
+        remaining = max(0.0, deadline - time.time())
+        entry = (deadline - min(LEAD_SECONDS, LEAD_SHARE * remaining), key, stamp)
         if len(self._heap) < self._limit:
             heapq.heappush(self._heap, entry)
         else:
@@ -77,12 +80,12 @@ class Sweeper:
 
     async def _sweep(self) -> None:
         while True:
-            due = self._due(time.time() + LEAD_SECONDS)
+            due = self._due(time.time())
             if due:
                 await asyncio.gather(*(self._let_go(key, stamp) for key, stamp in due))
                 continue
             self._earlier.clear()
-            wait = self._heap[0][0] - LEAD_SECONDS - time.time() if self._heap else LOOK_SECONDS
+            wait = self._heap[0][0] - time.time() if self._heap else LOOK_SECONDS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(wait, 0.0), LOOK_SECONDS)):
                     await self._earlier.wait()
