@@ -9,12 +9,16 @@ TORCH_INDEX ?=
 UP_FLAGS ?=
 # Flags for `make test`, such as PYTEST_FLAGS="tests/unit -x".
 PYTEST_FLAGS ?=
+# How long `make soak` goes on.
+SOAK_SECONDS ?= 600
+# Flags for `make soak`, such as SOAK_FLAGS="--seed 7", or "--replay FILE" with the history that a failure printed.
+SOAK_FLAGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test check format bench clean
+.PHONY: help install model run test soak check format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +43,9 @@ run: install model ## Start everything with the small model, until Ctrl-C
 test: install model ## Run all tests
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
+soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): every answer must be a cold engine's
+	@$(BIN)/python -m tests.property.soak --seconds $(SOAK_SECONDS) $(SOAK_FLAGS)
+
 check: install ## Formatting, lint, types, and a report of file sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -52,6 +59,8 @@ format: install ## Format the code and repair what the linter can
 bench: install model ## Measure engine and turns on this machine (a quiet one, please)
 	$(BIN)/python -m bench.engine
 	$(BIN)/python -m bench.turn
+	$(BIN)/python -m bench.turn --prefill 2 --decode 2 --turns 5 --history 1000
+	$(BIN)/python -m bench.hostages
 	$(BIN)/python -m bench.idle
 
 clean: ## Remove the virtual environment and everything built

@@ -1,0 +1,89 @@
+"""One request as a client sends it, and its answer, streamed or whole, in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from connectors.wire import sse
+from tests.router_harness import Front
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    """By lower-case name."""
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: Any = None
+    ended: bool = False
+    """The answer is whole."""
+    leaked: bool = False
+    """The client saw what is between router and engines."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def take(self, body: dict[str, Any]) -> None:
+        """An event, or the whole answer."""
+        self.error = self.error or body.get("error")
+        self.leaked |= "kv_transfer_params" in body
+        self.usage = body.get("usage") or self.usage
+        self.prompt_ids += body.get("prompt_token_ids") or []
+        for choice in body.get("choices", ()):
+            self.prompt_ids += choice.get("prompt_token_ids") or []
+            self.token_ids += choice.get("token_ids") or []
+            said = choice.get("message") or choice.get("delta") or choice
+            self.parts.append(said.get("content") or said.get("text") or "")
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    @property
+    def explain(self) -> dict[str, str]:
+        """What the router says of the turn: its `x-backhaul-…` headers."""
+        prefix = "x-backhaul-"
+        return {name.removeprefix(prefix): text for name, text in self.headers.items() if name.startswith(prefix)}
+
+
+async def ask(
+    front: Front, path: str, body: dict[str, Any], headers: dict[str, str], *, leave: float | None = None
+) -> Reply:
+    """Send it and read the answer; with `leave`, only so many of its events, or milliseconds long."""
+    streamed = bool(body.get("stream"))
+    reply = Reply(0, {})
+    try:
+        async with asyncio.timeout(None if leave is None or streamed else leave / 1000):
+            async with front.client.post(front.url + path, json=body, headers=headers) as answer:
+                reply.status = answer.status
+                reply.headers = {name.lower(): value for name, value in answer.headers.items()}
+                if answer.content_type == "text/event-stream":
+                    await _read_events(answer, reply, leave if streamed else None)
+                else:
+                    reply.take(json.loads(await answer.read()))
+                    reply.ended = True
+    except TimeoutError:
+        if leave is None:
+            raise
+    return reply
+
+
+async def _read_events(answer: aiohttp.ClientResponse, reply: Reply, leave: float | None) -> None:
+    parser, num_events = sse.SSEParser(), 0
+    async for chunk in answer.content.iter_any():
+        for event in parser.feed(chunk):
+            if event.data == sse.DONE:
+                reply.ended = True
+            elif event.data is not None:
+                reply.take(json.loads(event.data))
+            num_events += 1
+            if leave is not None and num_events >= leave:
+                answer.close()
+                return
