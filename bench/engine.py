@@ -27,7 +27,8 @@ from bench.stack import provenance
 from engine.batch import Batch, ScheduledRequest
 from engine.kv_cache import KVCache, KVLayout
 from engine.model.config import ModelConfig
-from engine.model.loader import load_model
+from engine.model.llama import head_name
+from engine.model.loader import LoadedModel, load_model
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
 
@@ -125,7 +126,7 @@ class Line:
     """Per measured unit: a prefill, or a step."""
     flops: float
     read_bytes: float
-    """Weights and KV."""
+    """Weights, in the form they are kept in, and KV."""
     decode: bool
     prompts: list[list[int]]
 
@@ -137,25 +138,32 @@ class Line:
         return engine.decode(self.prompts) if self.decode else engine.prefill(self.prompts[0])
 
 
-def lines(config: ModelConfig, weights: dict[str, Tensor], itemsize: int, batches: list[int]) -> list[Line]:
+def lines(loaded: LoadedModel, dtype: torch.dtype, batches: list[int], *, quantized: bool) -> list[Line]:
+    config = loaded.config
     chooser = random.Random(0)
 
     def prompt(length: int) -> list[int]:
         return [chooser.randrange(config.vocab_size) for _ in range(length)]
 
-    matrices = sum(weight.numel() for name, weight in weights.items() if name.startswith("model.layers."))
+    def stored(name: str) -> int:
+        kept = loaded.quantized.get(name) if quantized else None
+        return loaded.weights[name].nbytes if kept is None else kept.num_bytes
+
+    layers = [name for name in loaded.weights if name.startswith("model.layers.")]
+    matrices = sum(loaded.weights[name].numel() for name in layers)
     head = config.vocab_size * config.hidden_size
+    weight_bytes = sum(map(stored, [*layers, head_name(config)]))
     width = config.num_heads * config.head_dim
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     found = []
     for length in PREFILL_LENGTHS:
         # Scores and weighted values, each over half of the square.
         attention = 2 * config.num_layers * width * length**2
-        flops, read = 2 * matrices * length + attention, (matrices + head) * itemsize
-        found.append(Line(f"prefill {length}", length, flops, read, False, [prompt(length)]))
+        flops = 2 * matrices * length + attention
+        found.append(Line(f"prefill {length}", length, flops, weight_bytes, False, [prompt(length)]))
     for batch in batches:
         context = DECODE_CONTEXT + DECODE_STEPS // 2
-        read = (matrices + head) * itemsize + batch * context * kv_bytes
+        read = weight_bytes + batch * context * kv_bytes
         prompts = [prompt(DECODE_CONTEXT) for _ in range(batch)]
         flops = 2 * batch * (matrices + head) + 4 * batch * context * config.num_layers * width
         found.append(Line(f"decode batch {batch}, context {DECODE_CONTEXT}", batch, flops, read, True, prompts))
@@ -185,7 +193,7 @@ def main() -> None:
 
     loaded = load_model(arguments.model, dtype=dtype)
     config = loaded.config
-    table = lines(config, loaded.weights, dtype.itemsize, batches)
+    table = lines(loaded, dtype, batches, quantized=not arguments.without_kernels)
     longest = max(*PREFILL_LENGTHS, max(batches) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE))
     num_blocks = longest // BLOCK_SIZE + 1
     cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), num_blocks)

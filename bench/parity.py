@@ -1,10 +1,15 @@
 """How often greedy answers equal those of transformers on the same weights, and how far the logits are apart.
 
-    python -m bench.parity [--model PATH] [--dtype bfloat16] [--prompts 20] [--tokens 16]
+    python -m bench.parity [--model PATH] [--dtype bfloat16] [--prompts 20] [--tokens 16] [--arithmetic both]
 
-Two references: transformers in the same dtype, and transformers in float32 on the weights rounded to it, which is what
-the dtype would give without rounding in between. Where the engine keeps its activations in float32 (a CPU without
-bfloat16 products) it is the second one it should equal.
+Prompts are cuts of plain text of given lengths and, every other one, questions through the chat template.
+
+References: transformers in the same dtype; where that is not float32 also with its other attention ("eager"), which
+differs in nothing but where it rounds and so shows how far apart two right evaluations are; and transformers in float32
+on the weights rounded to the dtype, which is what the dtype would give without rounding in between.
+
+Where a device has no bfloat16 products the engine keeps its activations in float32 ("fastest" arithmetic) and should
+equal the last one. Activations in the dtype itself ("native") are for devices that have them, and slow elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,7 @@ from bench.engine import BLOCK_SIZE, DEFAULT_MODEL, Theirs
 from bench.stack import provenance
 from engine.batch import Batch, ScheduledRequest
 from engine.kv_cache import KVCache, KVLayout
+from engine.model.layers import compute_dtype
 from engine.model.loader import LoadedModel, load_model
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
@@ -35,15 +43,35 @@ SENTENCES = (
     "Later a teacher asked which year had been the coldest, and why the lamps were green.",
 )
 
+QUESTIONS = (
+    "What is {}?",
+    "Explain {} to a child in two sentences.",
+    "Write a short poem about {}.",
+    "Give me three facts about {}.",
+    "Why do people care about {}?",
+)
+SUBJECTS = (
+    "gravity", "the French Revolution", "photosynthesis", "a good night's sleep", "the moon", "recursion", "bread",
+    "inflation", "the Sahara", "a fair coin", "jazz", "plate tectonics", "honesty", "chess", "vaccines", "rain",
+)  # fmt: skip
+
 NextLogits = Callable[[list[int]], Tensor]
 """(tokens not seen yet) -> float32 logits [vocab] of the token after them."""
 
 
 def prompts(loaded: LoadedModel, count: int) -> list[list[int]]:
-    chooser = random.Random(0)
-    texts = (" ".join(chooser.choice(SENTENCES) for _ in range(40)) for _ in range(count))
-    lengths = (LENGTHS[index % len(LENGTHS)] for index in range(count))
-    return [loaded.tokenizer.encode(text, add_special_tokens=False)[:n] for text, n in zip(texts, lengths, strict=True)]
+    """Alternately a cut of plain text and a chat with one question."""
+    tokenizer, chooser = loaded.tokenizer, random.Random(0)
+    found = []
+    for index in range(count):
+        if index % 2 and tokenizer.has_chat_template:
+            question = chooser.choice(QUESTIONS).format(chooser.choice(SUBJECTS))
+            content = tokenizer.render_chat([{"role": "user", "content": question}])
+            found.append(tokenizer.encode(content, add_special_tokens=False))
+        else:
+            text = " ".join(chooser.choice(SENTENCES) for _ in range(40))
+            found.append(tokenizer.encode(text, add_special_tokens=False)[: LENGTHS[index // 2 % len(LENGTHS)]])
+    return found
 
 
 def ours(runner: Runner) -> NextLogits:
@@ -81,36 +109,55 @@ def greedy(step: NextLogits, prompt: list[int], tokens: int) -> tuple[list[int],
     return answer, first
 
 
+def evaluations(
+    loaded: LoadedModel, dtype: torch.dtype, arithmetic: str, max_tokens: int
+) -> Iterator[tuple[str, Callable[[], NextLogits]]]:
+    """What is compared, by name: a function that starts a sequence."""
+    config, fastest = loaded.config, compute_dtype(dtype, torch.device("cpu"))
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
+    for activations in dict.fromkeys({"fastest": [fastest], "native": [dtype], "both": [fastest, dtype]}[arithmetic]):
+        cache = KVCache(layout, max_tokens // BLOCK_SIZE + 2)
+        runner = Runner(loaded, cache, max_num_seqs=1, activations=activations)
+        yield f"engine, {_name(activations)} arithmetic", partial(ours, runner)
+    same = Theirs(config, loaded.weights, dtype).model
+    yield f"transformers {_name(dtype)}", partial(theirs, same)
+    if dtype == torch.float32:
+        return
+    same.set_attn_implementation("eager")
+    yield f"transformers {_name(dtype)}, eager", partial(theirs, same)
+    exact = Theirs(config, {name: weight.float() for name, weight in loaded.weights.items()}, torch.float32).model
+    yield "transformers float32", partial(theirs, exact)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare greedy answers and logits with transformers.")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--arithmetic", choices=["fastest", "native", "both"], default="both")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     dtype: torch.dtype = getattr(torch, args.dtype)
     loaded = load_model(args.model, dtype=dtype)
-    config = loaded.config
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
-    cache = KVCache(layout, (max(LENGTHS) + args.tokens) // BLOCK_SIZE + 2)
-    references = {f"transformers {args.dtype}": Theirs(config, loaded.weights, dtype).model}
-    if dtype != torch.float32:
-        exact = {name: weight.float() for name, weight in loaded.weights.items()}
-        references["transformers float32, same weights"] = Theirs(config, exact, torch.float32).model
-    runner = Runner(loaded, cache, max_num_seqs=1)
-
     questions = prompts(loaded, args.prompts)
-    answers = {"engine": [greedy(ours(runner), question, args.tokens) for question in questions]}
-    for name, model in references.items():
-        answers[name] = [greedy(theirs(model), question, args.tokens) for question in questions]
+    answers = {}
+    for name, start in evaluations(loaded, dtype, args.arithmetic, max(map(len, questions)) + args.tokens):
+        answers[name] = [greedy(start(), question, args.tokens) for question in questions]
+        print(f"done: {name}", file=sys.stderr, flush=True)
 
     print(f"{provenance()}\n{loaded.name} · {args.dtype} · {args.prompts} prompts, {args.tokens} tokens each, greedy\n")
-    print(f"{'':72}{'equal texts':>14}{'largest logit difference':>27}")
+    print(f"{'':64}{'equal texts':>14}{'largest logit difference':>27}")
     for one, other in itertools.combinations(answers, 2):
         pairs = list(zip(answers[one], answers[other], strict=True))
         equal = sum(text(loaded, a) == text(loaded, b) for (a, _), (b, _) in pairs)
         apart = max(float((a - b).abs().max()) for (_, a), (_, b) in pairs)
-        print(f"{one + ' against ' + other:72}{f'{equal} of {len(pairs)}':>14}{apart:>27.4f}", flush=True)
+        print(f"{one + ' against ' + other:64}{f'{equal} of {len(pairs)}':>14}{apart:>27.4f}", flush=True)
 
 
 def text(loaded: LoadedModel, token_ids: list[int]) -> str:

@@ -41,9 +41,18 @@ class Runner:
     number of compute threads given to torch there.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, *, max_num_seqs: int, use_kernels: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        use_kernels: bool = True,
+        activations: torch.dtype | None = None,
+    ) -> None:
+        """activations: their dtype, if not the one that suits the device best."""
         config, device = loaded.config, cache.device
-        dtype = compute_dtype(cache.layout.dtype, device)
+        dtype = activations or compute_dtype(cache.layout.dtype, device)
         self.cache = cache
         self.device = device
         self.block_size = cache.layout.block_size
@@ -53,7 +62,7 @@ class Runner:
         weights = loaded.weights
         if device.type != "cpu":
             weights = {name: weight.to(device) for name, weight in weights.items()}
-        self.model = Llama(config, weights, self.attention, ops)
+        self.model = Llama(config, weights, self.attention, ops, loaded.quantized)
         logger.info(
             "model=%s device=%s weights=%s activations=%s attention=%s threads=%d",
             loaded.name,

@@ -28,6 +28,14 @@ struct Strides {
         : head(c.block_size * c.head_dim), value(c.kv_heads * head), layer(2 * value), block(c.layers * layer) {}
 };
 
+// The pair x, y turned, rounded as the reference implementations do: the angle's cosine and sine, each product, the sum.
+template <typename A, typename To>
+inline void rotate(float x, float y, float cos, float sin, To* first, To* second) {
+    const float c = rounded<A>(cos), s = rounded<A>(sin);
+    narrow(rounded<A>(x * c) - rounded<A>(y * s), first);
+    narrow(rounded<A>(y * c) + rounded<A>(x * s), second);
+}
+
 template <typename A, typename C>
 void rope_store(const Cache& cache, int64_t layer, A* qkv, int64_t tokens, int64_t heads, const float* cos,
                 const float* sin, const int64_t* slots) {
@@ -42,17 +50,10 @@ void rope_store(const Cache& cache, int64_t layer, A* qkv, int64_t tokens, int64
         C* place = (C*)cache.arena + slots[t] / cache.block_size * strides.block + layer * strides.layer +
                    slots[t] % cache.block_size * dim;
         for (int64_t h = 0; h < heads; h++, q += dim)
-            for (int64_t i = 0; i < half; i++) {
-                const float x = widen(q[i]), y = widen(q[i + half]);
-                narrow(x * c[i] - y * s[i], q + i);
-                narrow(y * c[i] + x * s[i], q + i + half);
-            }
+            for (int64_t i = 0; i < half; i++) rotate<A>(widen(q[i]), widen(q[i + half]), c[i], s[i], q + i, q + i + half);
         for (int64_t h = 0; h < cache.kv_heads; h++, k += dim, v += dim, place += strides.head) {
-            for (int64_t i = 0; i < half; i++) {
-                const float x = widen(k[i]), y = widen(k[i + half]);
-                narrow(x * c[i] - y * s[i], place + i);
-                narrow(y * c[i] + x * s[i], place + i + half);
-            }
+            for (int64_t i = 0; i < half; i++)
+                rotate<A>(widen(k[i]), widen(k[i + half]), c[i], s[i], place + i, place + i + half);
             for (int64_t i = 0; i < dim; i++) narrow(widen(v[i]), place + strides.value + i);
         }
     }
@@ -106,7 +107,7 @@ void add_values(const C* values, int count, int64_t dim, const float (*weights)[
         for (int i = 0; i < PIECES; i++) totals[g][i] = load(Partial(partials, g, dim).values + d + i * LANES) * kept[g];
     for (int t = 0; t < count; t++) {
         vec v[PIECES];
-        for (int i = 0; i < PIECES; i++) v[i] = load(values + t * dim + d + i * LANES);
+        for (int i = 0; i < PIECES; i++) v[i] = in_register(load(values + t * dim + d + i * LANES));
         for (int g = 0; g < N; g++)
             for (int i = 0; i < PIECES; i++) totals[g][i] += weights[g][t] * v[i];
     }

@@ -25,7 +25,7 @@ from engine.kernels.library import Kernels
 logger = logging.getLogger(__name__)
 
 SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp")
-HEADERS = ("simd.h",)
+HEADERS = ("simd.h", "weights.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=default")
 COMPILE_TIMEOUT = 120.0
 """Seconds for one file; it takes about one."""

@@ -1,4 +1,6 @@
-// The small operations between two matrix products that are not fused with them. A is the type of activations.
+// The small operations between two matrix products that are not fused with them. A is the type of activations. They round
+// to it where the reference implementations of the models do, between two operations too: the closest to what the models
+// were trained with, and to what others answer.
 #include "simd.h"
 
 namespace {
@@ -13,8 +15,10 @@ void rms_norm(const A* x, int64_t rows, int64_t size, const float* weight, float
         A* to = out + r * size;
         const int64_t whole = size / LANES * LANES;
         const float scale = rms_scale(from, size, eps);
-        for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(from + i) * scale * load(weight + i));
-        for (int64_t i = whole; i < size; i++) narrow(widen(from[i]) * scale * weight[i], to + i);
+        for (int64_t i = 0; i < whole; i += LANES) 
+            store(to + i, rounded<A>(load(from + i) * scale) * load(weight + i));
+        for (int64_t i = whole; i < size; i++) 
+            narrow(rounded<A>(widen(from[i]) * scale) * weight[i], to + i);
     }
 }
 
@@ -25,10 +29,11 @@ void silu_and_mul(const A* gate_up, int64_t rows, int64_t size, A* out) {
         const A *gate = gate_up + 2 * r * size, *up = gate + size;
         A* to = out + r * size;
         const int64_t whole = size / LANES * LANES;
-        for (int64_t i = 0; i < whole; i += LANES) store(to + i, silu(load(gate + i)) * load(up + i));
+        for (int64_t i = 0; i < whole; i += LANES) 
+            store(to + i, rounded<A>(silu(load(gate + i))) * load(up + i));
         for (int64_t i = whole; i < size; i++) {
             const float x = widen(gate[i]);
-            narrow(x / (1.0f + std::exp(-x)) * widen(up[i]), to + i);
+            narrow(rounded<A>(x / (1.0f + std::exp(-x))) * widen(up[i]), to + i);
         }
     }
 }

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
+from engine.model.quantized import Quantized
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 _SUFFIX = {_F32: "f32", _BF16: "bf16"}
+_WEIGHTS = {_F32: ("f32", 1), _BF16: ("bf16", 1), 4: ("q4", 3), 8: ("q8", 3)}
+"""Formats of a product's weights: their dtype, or the bits of quantised ones; the tensors they consist of."""
 _ATTENTION = ((_F32, _F32), (_F32, _BF16), (_BF16, _BF16))
 """Dtypes of activations and of the cache that the attention kernels are compiled for."""
 
@@ -39,6 +43,14 @@ class _CacheStruct(ctypes.Structure):
     )
 
 
+class _LinearFunctions(NamedTuple):
+    """Of one format of the weights."""
+
+    packed_bytes: Callable[..., int]
+    pack: Callable[..., None]
+    product: Callable[..., None]
+
+
 class Kernels:
     """The compiled library. Loading a library that lacks a function raises AttributeError."""
 
@@ -47,18 +59,22 @@ class Kernels:
         """Floats per vector register; head sizes must be a multiple of it."""
         self._set_num_threads = openmp.omp_set_num_threads
 
-        def function(name: str, *arguments: type) -> Callable[..., None]:
+        def function(name: str, *arguments: type, returns: type | None = None) -> Callable[..., Any]:
             found = library[name]
-            found.argtypes, found.restype = arguments, None
+            found.argtypes, found.restype = arguments, returns
             return found
 
         p, i, f = c_void_p, c_int64, c_float
         self._rms_norm = {t: function(f"rms_norm_{s}", p, i, i, p, f, p) for t, s in _SUFFIX.items()}
         self._silu_and_mul = {t: function(f"silu_and_mul_{s}", p, i, i, p) for t, s in _SUFFIX.items()}
-        self._linear_pack = {t: function(f"linear_pack_{s}", p, p, p) for t, s in _SUFFIX.items()}
-        self._linear = {t: function(f"linear_{s}", p, p, i, p, p) for t, s in _SUFFIX.items()}
-        self._linear_packed_size = library.linear_packed_size
-        self._linear_packed_size.argtypes, self._linear_packed_size.restype = (p,), i
+        self._linear = {
+            key: _LinearFunctions(
+                function(f"linear_packed_bytes_{suffix}", p, returns=i),
+                function(f"linear_pack_{suffix}", p, *[p] * num_parts, p),
+                function(f"linear_{suffix}", p, p, i, p, p),
+            )
+            for key, (suffix, num_parts) in _WEIGHTS.items()
+        }
         suffixes = {(a, c): f"{_SUFFIX[a]}_{_SUFFIX[c]}" for a, c in _ATTENTION}
         self._rope_store = {k: function(f"rope_store_{s}", p, i, p, i, i, p, p, p) for k, s in suffixes.items()}
         self._gather = {k: function(f"gather_{s}", p, i, p, i, p) for k, s in suffixes.items()}
@@ -86,14 +102,14 @@ class Kernels:
 
     def pack_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | Quantized,
         bias: Tensor | None = None,
         norm: Tensor | None = None,
         eps: float = 0.0,
         *,
         gated: bool = False,
     ) -> PackedLinear:
-        """A product with `weight`, [out_features, in_features] float32 or bfloat16.
+        """A product with `weight`, [out_features, in_features] float32, bfloat16 or quantised.
 
         norm: float32 weight of an RMSNorm of the input. gated: the weight is two halves, the result
         silu(first half) * second half.
@@ -113,20 +129,34 @@ class PackedLinear:
     """[rows, in_features] float32 -> [rows, out_features] float32."""
 
     def __init__(
-        self, kernels: Kernels, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, gated: bool
+        self,
+        kernels: Kernels,
+        weight: Tensor | Quantized,
+        bias: Tensor | None,
+        norm: Tensor | None,
+        eps: float,
+        gated: bool,
     ) -> None:
-        self._features = weight.shape[1]
-        self._columns = weight.shape[0] // 2 if gated else weight.shape[0]
+        if isinstance(weight, Quantized):
+            functions = kernels._linear[weight.bits]
+            parts = [weight.scales, weight.offsets, weight.stored]
+            num_rows, self._features = weight.stored.shape[0], weight.stored.shape[1] * 8 // weight.bits
+        else:
+            functions = kernels._linear[weight.dtype]
+            parts = [weight]
+            num_rows, self._features = weight.shape
+        self._columns = num_rows // 2 if gated else num_rows
         self._bias = None if bias is None else bias.float().contiguous()
         self._norm = None if norm is None else norm.contiguous()
-        self._function = kernels._linear[weight.dtype]
+        self._function = functions.product
         struct = _LinearStruct(
             None, _address(self._bias), _address(self._norm), eps, gated, self._features, self._columns
         )
         self._struct = struct
         self._pointer = ctypes.addressof(struct)
-        self._packed = torch.empty(kernels._linear_packed_size(self._pointer), dtype=weight.dtype)
-        kernels._linear_pack[weight.dtype](self._pointer, weight.contiguous().data_ptr(), self._packed.data_ptr())
+        self._packed = torch.empty(functions.packed_bytes(self._pointer), dtype=torch.uint8)
+        parts = [None if part is None else part.contiguous() for part in parts]
+        functions.pack(self._pointer, *map(_address, parts), self._packed.data_ptr())
         struct.packed = self._packed.data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

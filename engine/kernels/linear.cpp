@@ -1,9 +1,6 @@
 // norm(x) @ weight.T and what follows it, for weights packed once: at the speed of memory for a few rows, of the
-// arithmetic units for many.
-//
-// Packed: panels of WIDTH output columns; within a panel, for each input feature, its WIDTH weights side by side. The
-// same panels serve every number of rows. Weights may be bfloat16, widened as they are loaded: half the memory traffic
-// and the full float32 arithmetic, which is what a machine without bfloat16 instructions wants.
+// arithmetic units for many. The same panels of weights serve every number of rows, and each row's sums are added in the
+// same order whatever the number of rows and the format of the weights.
 //
 // Norm, activation and residual are done while a row is packed and while a tile is still in the cache, not because they
 // cost much by themselves: weights streaming through the caches make every further call from Python a cold one.
@@ -12,8 +9,9 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 
-#include "simd.h"
+#include "weights.h"
 
 extern "C" {
 
@@ -29,7 +27,6 @@ struct Linear {
 
 namespace {
 
-constexpr int WIDTH = 2 * LANES;
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // rows of one tile: its sums just fit the registers
 constexpr int DEPTH = 192;                      // features per pass: a panel's piece stays in the first-level cache
 constexpr int CHUNK = 96;                       // rows per pass over the weights: their inputs stay in the second-level cache
@@ -39,35 +36,34 @@ int64_t panel_count(const Linear& l) {
     return (l.columns + width - 1) / width;
 }
 
-// sums[ROWS][WIDTH] += a[depth][ROWS] * b[depth][WIDTH], meanwhile fetching from `ahead`, `step` bytes per feature.
-template <int ROWS, typename W>
-void tile(const float* a, const W* b, int depth, float* sums, const char* ahead, int step) {
+// sums[ROWS][WIDTH] += a[depth][ROWS] * piece[depth][WIDTH], meanwhile fetching from `ahead`, `step` bytes per feature.
+template <int ROWS, typename F>
+void tile(const float* a, const char* piece, int depth, float* sums, const char* ahead, int step) {
     vec s[ROWS][2];
     for (int r = 0; r < ROWS; r++) {
         s[r][0] = load(sums + r * WIDTH);
         s[r][1] = load(sums + r * WIDTH + LANES);
     }
-    for (int k = 0; k < depth; k++) {
+    F::each(piece, depth, [&](int k, vec left, vec right) {
         __builtin_prefetch(ahead + k * step);
-        const vec b0 = load(b + k * WIDTH), b1 = load(b + k * WIDTH + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[k * ROWS + r]);
-            s[r][0] += x * b0;
-            s[r][1] += x * b1;
+            s[r][0] += x * left;
+            s[r][1] += x * right;
         }
-    }
+    });
     for (int r = 0; r < ROWS; r++) {
         store(sums + r * WIDTH, s[r][0]);
         store(sums + r * WIDTH + LANES, s[r][1]);
     }
 }
 
-template <int ROWS = MAX_ROWS, typename W>
-void run_tile(int rows, const float* a, const W* b, int depth, float* sums, const char* ahead, int step) {
+template <typename F, int ROWS = MAX_ROWS>
+void run_tile(int rows, const float* a, const char* piece, int depth, float* sums, const char* ahead, int step) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return tile<ROWS>(a, b, depth, sums, ahead, step);
-        run_tile<ROWS - 1>(rows, a, b, depth, sums, ahead, step);
+        if (rows == ROWS) return tile<ROWS, F>(a, piece, depth, sums, ahead, step);
+        run_tile<F, ROWS - 1>(rows, a, piece, depth, sums, ahead, step);
     }
 }
 
@@ -111,7 +107,7 @@ void finish(const Linear& l, int64_t panel, const float* sums, const float* resi
     }
 }
 
-template <typename W>
+template <typename F>
 void linear(const Linear& l, const float* x, int64_t rows, const float* residual, float* out) {
     static thread_local std::unique_ptr<float[]> buffer;
     static thread_local int64_t buffer_size = 0;
@@ -138,27 +134,30 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
             const int64_t first = tiles.start(chunk), last = tiles.start(end);
             // While a piece is in use for the second time and later, memory would be idle: each tile fetches its share of
             // the next piece. With one tile there is no such time.
-            const int step = count == 1 ? 0 : int(WIDTH * sizeof(W) / count);
+            const int step = count == 1 ? 0 : int(F::bytes(DEPTH) / DEPTH / count);
 #pragma omp for nowait schedule(dynamic, grain)
             for (int64_t panel = 0; panel < panels; panel++) {
-                const W* b = (const W*)l.packed + panel * features * WIDTH;
+                const char* weights = (const char*)l.packed + panel * F::bytes(features);
                 std::fill(sums, sums + (last - first) * WIDTH, 0.0f);
                 for (int64_t k = 0; k < features; k += DEPTH) {
                     const int depth = int(std::min<int64_t>(DEPTH, features - k));
-                    const W* piece = b + k * WIDTH;
-                    auto run_tiles = [&](const auto* weights) {
+                    const char *piece = weights + F::bytes(k), *next = piece + F::bytes(DEPTH);
+                    auto run_tiles = [&](auto format, const char* from) {
                         for (int64_t t = chunk; t < end; t++) {
                             const int64_t row = tiles.start(t), n = tiles.start(t + 1) - row;
-                            const char* ahead = (const char*)(piece + DEPTH * WIDTH) + (t - chunk) * depth * step;
-                            run_tile(int(n), a + row * features + k * n, weights, depth, sums + (row - first) * WIDTH,
-                                     ahead, step);
+                            run_tile<decltype(format)>(int(n), a + row * features + k * n, from, depth,
+                                                       sums + (row - first) * WIDTH, next + (t - chunk) * depth * step,
+                                                       step);
                         }
                     };
-                    if (sizeof(W) == sizeof(float) || count < 3) {
-                        run_tiles(piece);
-                    } else {  // many tiles: widen once for all of them
-                        for (int i = 0; i < depth * WIDTH; i += LANES) store(wide + i, load(piece + i));
-                        run_tiles((const float*)wide);
+                    if (std::is_same_v<F, Plain<float>> || count < F::WIDEN_FROM) {
+                        run_tiles(F{}, piece);
+                    } else {
+                        F::each(piece, depth, [&](int i, vec left, vec right) {
+                            store(wide + i * WIDTH, left);
+                            store(wide + i * WIDTH + LANES, right);
+                        });
+                        run_tiles(Plain<float>{}, (const char*)wide);
                     }
                 }
                 for (int64_t row = first; row < last; row++)
@@ -169,37 +168,78 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
     }
 }
 
-template <typename W>
-void pack(const Linear& l, const W* weight, W* packed) {
+// The row of the weight that is column c of a panel, or -1 for the padding of the last panel. Gated: as many columns of
+// the second half beside those of the first.
+int64_t source_row(const Linear& l, int64_t panel, int64_t c) {
+    const int64_t column = l.gated ? panel * LANES + c % LANES : panel * WIDTH + c;
+    if (column >= l.columns) return -1;
+    return column + (l.gated && c >= LANES ? l.columns : 0);
+}
+
+template <typename T>
+void pack(const Linear& l, const T* weight, T* packed) {
     const int64_t panels = panel_count(l);
 #pragma omp parallel for
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t c = 0; c < WIDTH; c++) {
-            // Gated: as many columns of the second half beside those of the first.
-            const int64_t column = l.gated ? panel * LANES + c % LANES : panel * WIDTH + c;
-            const W* from = weight + (column + (l.gated && c >= LANES ? l.columns : 0)) * l.features;
-            W* to = packed + panel * l.features * WIDTH + c;
-            for (int64_t k = 0; k < l.features; k++) to[k * WIDTH] = column < l.columns ? from[k] : W{};
+            const int64_t row = source_row(l, panel, c);
+            T* to = packed + panel * l.features * WIDTH + c;
+            for (int64_t k = 0; k < l.features; k++) to[k * WIDTH] = row < 0 ? T{} : weight[row * l.features + k];
+        }
+}
+
+// scales, offsets: [rows, features / 32]; stored: [rows, features / 32, 32 values], of 4 bits the low halves of a block's
+// 16 bytes being its first 16 values.
+template <int BITS>
+void pack_blocks(const Linear& l, const float* scales, const float* offsets, const uint8_t* stored, char* packed) {
+    using F = Blocks<BITS>;
+    constexpr int STORED = F::SIZE * BITS / 8;
+    const int64_t panels = panel_count(l), blocks = l.features / F::SIZE;
+    std::memset(packed, 0, panels * F::bytes(l.features));
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t c = 0; c < WIDTH; c++) {
+            const int64_t row = source_row(l, panel, c);
+            if (row < 0) continue;
+            for (int64_t b = 0; b < blocks; b++) {
+                char* to = packed + (panel * blocks + b) * F::bytes(F::SIZE);
+                ((float*)to)[c] = scales[row * blocks + b];
+                if (BITS == 4) ((float*)to)[WIDTH + c] = offsets[row * blocks + b];
+                uint32_t* words = (uint32_t*)((float*)to + F::SCALES) + c;
+                const uint8_t* from = stored + (row * blocks + b) * STORED;
+                for (int k = 0; k < F::SIZE; k++) {
+                    const uint32_t value = BITS == 8 ? from[k] : k < 16 ? from[k] & 15 : from[k - 16] >> 4;
+                    words[k / F::PER_WORD * WIDTH] |= value << (k % F::PER_WORD * BITS);
+                }
+            }
         }
 }
 
 }  // namespace
 
+// packed_bytes: of the weights in `packed`, the padding of the last panel included.
+// linear: x is [rows, features]; residual [rows, columns] or null, added to the result; out [rows, columns].
+#define EXPORT(SUFFIX, FORMAT)                                                                                         \
+    int64_t linear_packed_bytes_##SUFFIX(const Linear* l) { return panel_count(*l) * FORMAT::bytes(l->features); }     \
+    void linear_##SUFFIX(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {           \
+        linear<FORMAT>(*l, x, rows, residual, out);                                                                    \
+    }
+
 extern "C" {
 
 int simd_lanes() { return LANES; }
 
-// Weights in `packed`, the padding of the last panel included.
-int64_t linear_packed_size(const Linear* l) { return panel_count(*l) * l->features * WIDTH; }
+EXPORT(f32, Plain<float>)
+EXPORT(bf16, Plain<bf16>)
+EXPORT(q4, Blocks<4>)
+EXPORT(q8, Blocks<8>)
 
 void linear_pack_f32(const Linear* l, const float* weight, float* packed) { pack(*l, weight, packed); }
 void linear_pack_bf16(const Linear* l, const bf16* weight, bf16* packed) { pack(*l, weight, packed); }
-
-// x: [rows, features]; residual: [rows, columns] or null, added to the result; out: [rows, columns]
-void linear_f32(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
-    linear<float>(*l, x, rows, residual, out);
+void linear_pack_q4(const Linear* l, const float* scales, const float* offsets, const uint8_t* stored, char* packed) {
+    pack_blocks<4>(*l, scales, offsets, stored, packed);
 }
-void linear_bf16(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
-    linear<bf16>(*l, x, rows, residual, out);
+void linear_pack_q8(const Linear* l, const float* scales, const float* offsets, const uint8_t* stored, char* packed) {
+    pack_blocks<8>(*l, scales, offsets, stored, packed);
 }
 }

@@ -44,6 +44,24 @@ inline vec load(const bf16* p) {
     return bits_of<vec>(__builtin_convertvector(half, uvec) << 16);
 }
 
+inline vec to_float(ivec v) { return __builtin_convertvector(v, vec); }
+
+inline ivec load(const int32_t* p) {
+    ivec v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+// v, kept in a register: the compiler may otherwise read it from memory again for every use, and loads are what is short.
+inline vec in_register(vec v) {
+#ifdef __AVX512F__
+    asm("" : "+v"(v));
+#elif defined(__x86_64__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof(v)); }
 
 // Rounds to nearest even, as torch does. NaN stays NaN: its mantissa is set, since rounding up could turn it into inf.
@@ -62,6 +80,21 @@ inline void narrow(float x, float* p) { *p = x; }
 inline void narrow(float x, bf16* p) {
     uint32_t bits = bits_of<uint32_t>(x);
     p->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// What is left of a value that is stored as A and read again.
+template <typename A>
+inline vec rounded(vec v) {
+    A stored[LANES];
+    store(stored, v);
+    return load(stored);
+}
+
+template <typename A>
+inline float rounded(float x) {
+    A stored;
+    narrow(x, &stored);
+    return widen(stored);
 }
 
 #ifdef __clang__

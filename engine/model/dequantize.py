@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.model.quantized import Quantized
+
 BLOCK = 32
 _CHUNK = 1 << 13
 """Blocks at a time: a quarter of a million values, which stay in the cache from one operation to the next."""
@@ -46,7 +48,7 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtyp
         return raw.view(plain).reshape(shape).to(dtype, copy=True)
     form = _BLOCKS[kind]
     blocks = raw.view(-1, form.block_bytes)
-    header = blocks[:, : form.header_bytes].contiguous().view(torch.float16).float()
+    header = _header(blocks, form)
     out = torch.empty((len(blocks), BLOCK), dtype=dtype)
     # Scratch is allocated once: on a virtual machine, touching fresh memory costs more than the arithmetic.
     stored = torch.empty((min(_CHUNK, len(blocks)), BLOCK), dtype=torch.int8)
@@ -62,6 +64,27 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtyp
         if values is not None:
             target.copy_(computed)
     return out.view(shape)
+
+
+def as_stored(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Quantized | None:
+    """The same matrix as it is stored, or None if it is not one of blocks. Its stored values may be a view of `raw`."""
+    if kind not in _BLOCKS or len(shape) != 2:
+        return None
+    form, rows = _BLOCKS[kind], shape[0]
+    blocks = raw.view(-1, form.block_bytes)
+    header = _header(blocks, form)
+    scales = header[:, 0].reshape(rows, -1)
+    offsets = None
+    if form.has_offset:
+        offsets = header[:, 1].reshape(rows, -1)
+    elif form.zero:
+        offsets = scales * -form.zero
+    return Quantized(form.bits, blocks[:, form.header_bytes :].reshape(rows, -1), scales, offsets)
+
+
+def _header(blocks: Tensor, form: _Format) -> Tensor:
+    """Scale, and offset if there is one, of each block in float32."""
+    return blocks[:, : form.header_bytes].contiguous().view(torch.float16).float()
 
 
 def _stored(chunk: Tensor, form: _Format, scratch: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig, config_from_gguf
-from engine.model.dequantize import SUPPORTED, dequantize
+from engine.model.dequantize import SUPPORTED, as_stored, dequantize
 from engine.model.errors import ModelError
 from engine.model.fields import Fields
 from engine.model.gguf_file import GGUFFile, TensorEntry
+from engine.model.quantized import Quantized
 
 _EMBEDDING, _OUTPUT, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _TOP = {
@@ -61,13 +62,27 @@ def read_weights(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> dic
                 f"{file.path}: tensor {gguf_name} has shape {list(entry.shape)}, its metadata ask for {list(shape)}"
             )
         weight = _read(file, gguf_name, entry, dtype)
-        if config.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if _is_interleaved(name, config):
             weight = _rotate_half_order(weight, config.head_dim)
         weights[name] = weight
         unused.discard(gguf_name)
     if unused:
         raise ModelError(f"{file.path}: tensor {min(unused)} has no place in a {config.architecture} model")
     return weights
+
+
+def read_quantized(file: GGUFFile, config: ModelConfig) -> dict[str, Quantized]:
+    """Those weights of read_weights that the file holds quantised, as it holds them."""
+    found = {}
+    for name, shape in config.weight_shapes():
+        entry = file.tensors[_gguf_name(name)]
+        quantized = as_stored(torch.from_numpy(file.tensor_bytes(entry)), entry.kind, shape)
+        if quantized is None:
+            continue
+        if _is_interleaved(name, config):
+            quantized = quantized.reordered(lambda rows: _rotate_half_order(rows, config.head_dim))
+        found[name] = quantized
+    return found
 
 
 def _gguf_name(name: str) -> str:
@@ -84,6 +99,10 @@ def _read(file: GGUFFile, name: str, entry: TensorEntry, dtype: torch.dtype) -> 
             f"{file.path}: tensor {name} has the unsupported type {entry.kind} (supported: {', '.join(SUPPORTED)})"
         )
     return dequantize(torch.from_numpy(file.tensor_bytes(entry)), entry.kind, entry.shape, dtype)
+
+
+def _is_interleaved(name: str, config: ModelConfig) -> bool:
+    return config.architecture == "llama" and ("q_proj" in name or "k_proj" in name)
 
 
 def _rotate_half_order(weight: Tensor, head_dim: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.library import Kernels
+from engine.model.quantized import Matrix, Quantized
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
@@ -34,11 +35,11 @@ class Ops(Protocol):
 
     dtype: torch.dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
-        """The product with `weight` [out_features, in_features], of the input normed if there is a `norm`."""
+    def linear(self, matrix: Matrix, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+        """The product with `matrix` [out_features, in_features], of the input normed if there is a `norm`."""
 
-    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
-        """As linear with the two halves of `weight`, the result being silu(first) * second."""
+    def gated_linear(self, matrix: Matrix, *, norm: Norm | None = None) -> Linear:
+        """As linear with the two halves of `matrix`, the result being silu(first) * second."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
@@ -47,8 +48,8 @@ class TorchOps:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
-        product = self._product(weight, bias)
+    def linear(self, matrix: Matrix, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+        product = self._product(matrix.dense(), bias)
 
         def apply(x: Tensor, residual: Tensor | None = None) -> Tensor:
             out = product(x if norm is None else self.rms_norm(x, norm))
@@ -56,8 +57,8 @@ class TorchOps:
 
         return apply
 
-    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
-        product = self.linear(weight, norm=norm)
+    def gated_linear(self, matrix: Matrix, *, norm: Norm | None = None) -> Linear:
+        product = self.linear(matrix, norm=norm)
 
         def apply(x: Tensor, residual: Tensor | None = None) -> Tensor:
             out = self.silu_and_mul(product(x))
@@ -66,7 +67,11 @@ class TorchOps:
         return apply
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return F.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+        # Rounded before the weight is applied, as the models' reference implementations do.
+        normed = F.rms_norm(x.float(), norm.weight.shape, None, norm.eps).to(x.dtype)
+        return normed * norm.weight.to(x.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -75,27 +80,28 @@ class TorchOps:
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight.to(self.dtype)
         bias = None if bias is None else bias.to(self.dtype)
-        if weight.device.type == "cpu" and self.dtype != torch.float16 and _ONEDNN:
+        packs = self.dtype == torch.float32 or (self.dtype == torch.bfloat16 and computes_bfloat16(weight.device))
+        if weight.device.type == "cpu" and packs and _ONEDNN:
             return _prepacked(weight, bias)
         return lambda x: F.linear(x, weight, bias)
 
 
 class KernelOps(TorchOps):
-    """Products in float32, of float32 or bfloat16 weights, by our own kernel; those in bfloat16 stay with oneDNN."""
+    """Products in float32, of weights in any format, by our own kernel; those in bfloat16 stay with oneDNN."""
 
     def __init__(self, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__(dtype)
         self.kernels = kernels
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
+    def linear(self, matrix: Matrix, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
         if self.dtype != torch.float32:
-            return super().linear(weight, bias, norm=norm)
-        return self._packed(weight, bias, norm, gated=False)
+            return super().linear(matrix, bias, norm=norm)
+        return self._packed(matrix, bias, norm, gated=False)
 
-    def gated_linear(self, weight: Tensor, *, norm: Norm | None = None) -> Linear:
+    def gated_linear(self, matrix: Matrix, *, norm: Norm | None = None) -> Linear:
         if self.dtype != torch.float32:
-            return super().gated_linear(weight, norm=norm)
-        return self._packed(weight, None, norm, gated=True)
+            return super().gated_linear(matrix, norm=norm)
+        return self._packed(matrix, None, norm, gated=True)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self.kernels.rms_norm(x.contiguous(), norm.weight, norm.eps)
@@ -103,9 +109,12 @@ class KernelOps(TorchOps):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self.kernels.silu_and_mul(gate_up)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Linear:
-        if weight.dtype == torch.float16:
-            weight = weight.float()
+    def _packed(self, matrix: Matrix, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Linear:
+        weight: Tensor | Quantized | None = matrix.blocks()
+        if weight is None:
+            weight = matrix.dense()
+            if weight.dtype == torch.float16:
+                weight = weight.float()
         if norm is None:
             return self.kernels.pack_linear(weight, bias, gated=gated)
         return self.kernels.pack_linear(weight, bias, norm.weight, norm.eps, gated=gated)

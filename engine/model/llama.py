@@ -10,16 +10,24 @@ from torch import Tensor
 from engine.attention.base import Attend, Attention, Step
 from engine.model.config import ModelConfig
 from engine.model.layers import Norm, Ops
+from engine.model.quantized import Matrix, Quantized
 from engine.model.rope import RotaryEmbedding
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        quantized: Mapping[str, Quantized],
+        index: int,
+        ops: Ops,
+    ) -> None:
         prefix = f"model.layers.{index}."
 
-        def stacked(*names: str) -> Tensor:
-            """Rows of several projections of the same input, for one matrix product."""
-            return torch.cat([weights[f"{prefix}{name}"] for name in names])
+        def matrix(*modules: str) -> Matrix:
+            names = [f"{prefix}{module}.weight" for module in modules]
+            return Matrix([weights[name] for name in names], [quantized.get(name) for name in names])
 
         def norm(name: str) -> Norm:
             return Norm(weights[f"{prefix}{name}.weight"].float(), config.rms_norm_eps)
@@ -30,16 +38,16 @@ class DecoderLayer:
         self.head_dim = config.head_dim
         self.rms_norm = ops.rms_norm
         self.qkv_proj = ops.linear(
-            stacked(*(f"{part}.weight" for part in qkv)),
-            stacked(*(f"{part}.bias" for part in qkv)) if config.attention_bias else None,
+            matrix(*qkv),
+            torch.cat([weights[f"{prefix}{part}.bias"] for part in qkv]) if config.attention_bias else None,
             norm=norm("input_layernorm"),
         )
         self.qk_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None
-        self.o_proj = ops.linear(weights[f"{prefix}self_attn.o_proj.weight"])
+        self.o_proj = ops.linear(matrix("self_attn.o_proj"))
         self.gate_up_proj = ops.gated_linear(
-            stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"), norm=norm("post_attention_layernorm")
+            matrix("mlp.gate_proj", "mlp.up_proj"), norm=norm("post_attention_layernorm")
         )
-        self.down_proj = ops.linear(weights[f"{prefix}mlp.down_proj.weight"])
+        self.down_proj = ops.linear(matrix("mlp.down_proj"))
 
     def forward(self, hidden: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
         """[tokens, hidden_size] -> the same, or only `rows` of it: attention needs every token, the rest does not."""
@@ -55,20 +63,35 @@ class DecoderLayer:
         return self.down_proj(self.gate_up_proj(hidden), hidden)
 
 
+def head_name(config: ModelConfig) -> str:
+    """Of the weight that makes logits of the hidden state."""
+    return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+
+
 class Llama:
     """The model laid out for its device, and its forward pass.
 
     Of the weights given only the embedding is kept; the matrices are copied into the order that `ops` wants.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], attention: Attention, ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        attention: Attention,
+        ops: Ops,
+        quantized: Mapping[str, Quantized],
+    ) -> None:
         self.attention = attention
         self.dtype = ops.dtype
         self.embedding = weights["model.embed_tokens.weight"]
         self.rotary = RotaryEmbedding(config, self.embedding.device)
-        self.layers = [DecoderLayer(config, weights, index, ops) for index in range(config.num_layers)]
-        head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self.lm_head = ops.linear(head, norm=Norm(weights["model.norm.weight"].float(), config.rms_norm_eps))
+        self.layers = [DecoderLayer(config, weights, quantized, index, ops) for index in range(config.num_layers)]
+        head = head_name(config)
+        self.lm_head = ops.linear(
+            Matrix([weights[head]], [quantized.get(head)]),
+            norm=Norm(weights["model.norm.weight"].float(), config.rms_norm_eps),
+        )
 
     def forward(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Store the KV of every token; return float32 logits [len(rows), vocab_size] of the tokens at `rows`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from engine.model.config import ModelConfig, config_from_huggingface
 from engine.model.errors import ModelError
 from engine.model.fields import Fields
 from engine.model.gguf_file import GGUFFile
+from engine.model.quantized import Quantized
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
@@ -31,6 +32,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     fingerprint: bytes
     """16 bytes, equal in every process that loaded the same weights in the same dtype: KV is exchangeable then."""
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+    """The weights that equal, value for value, what the file holds in fewer bits: none unless they are float32."""
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype) -> LoadedModel:
@@ -80,24 +83,32 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
         raise ModelError(f"{folder} has no config.json; {hint}")
     config = config_from_huggingface(Fields.from_json(folder / "config.json"))
     tokenizer = tokenizer_from_folder(folder)
-    return _loaded(folder.resolve().name, folder, config, tokenizer, safetensors.read_weights(folder, config, dtype))
+    weights = safetensors.read_weights(folder, config, dtype)
+    return _loaded(folder.resolve().name, folder, config, tokenizer, weights, {})
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
     file = GGUFFile(path)
     config = gguf.read_config(file)
     tokenizer = tokenizer_from_gguf(file)
-    return _loaded(_gguf_name(path, file), path, config, tokenizer, gguf.read_weights(file, config, dtype))
+    weights = gguf.read_weights(file, config, dtype)
+    quantized = gguf.read_quantized(file, config) if dtype == torch.float32 else {}
+    return _loaded(_gguf_name(path, file), path, config, tokenizer, weights, quantized)
 
 
 def _loaded(
-    name: str, path: Path, config: ModelConfig, tokenizer: Tokenizer, weights: dict[str, Tensor]
+    name: str,
+    path: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    weights: dict[str, Tensor],
+    quantized: dict[str, Quantized],
 ) -> LoadedModel:
     if tokenizer.max_token_id >= config.vocab_size:
         raise ModelError(
             f"{path}: the tokenizer has token ids up to {tokenizer.max_token_id}, the model only {config.vocab_size}"
         )
-    return LoadedModel(name, config, weights, tokenizer, fingerprint(config, weights))
+    return LoadedModel(name, config, weights, tokenizer, fingerprint(config, weights), quantized)
 
 
 def _gguf_name(path: Path, file: GGUFFile) -> str:

@@ -24,10 +24,11 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of x [tokens, heads, head_dim]; computed in float32."""
-    first, second = x.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    """Turn each pair (i, i + head_dim / 2) of x [tokens, heads, head_dim]; rounded to its dtype at every operation, as
+    the models' reference implementations do."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from engine.model.dequantize import _CHUNK, BLOCK, SUPPORTED, dequantize
+from engine.model.dequantize import _CHUNK, BLOCK, SUPPORTED, as_stored, dequantize
+from engine.model.quantized import Quantized
 
 
 def _raw(kind: str, shape: tuple[int, int]) -> np.ndarray:
@@ -58,6 +59,35 @@ def test_chunk_edges_lose_nothing(num_blocks: int) -> None:
     values = dequantize(torch.from_numpy(raw.reshape(-1)), "Q4_1", (1, num_blocks * BLOCK), torch.float32)
 
     assert np.array_equal(values.numpy(), expected)
+
+
+def _values(quantized: Quantized) -> torch.Tensor:
+    """What the fields of a Quantized are documented to mean."""
+    rows, num_blocks = quantized.scales.shape
+    stored = quantized.stored.reshape(rows, num_blocks, -1)
+    stored = torch.cat((stored & 15, stored >> 4), -1) if quantized.bits == 4 else stored.view(torch.int8)
+    values = stored * quantized.scales[..., None]
+    if quantized.offsets is not None:
+        values = values + quantized.offsets[..., None]
+    return values.view(rows, -1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_stored_form_has_the_same_values_bit_for_bit(kind: str) -> None:
+    raw = torch.from_numpy(_raw(kind, (48, 96)).view(np.uint8).reshape(-1))
+
+    stored = as_stored(raw, kind, (48, 96))
+
+    assert stored is not None
+    assert stored.bits == int(kind[1])
+    assert torch.equal(_values(stored), dequantize(raw, kind, (48, 96), torch.float32))
+    backwards = stored.reordered(lambda rows: rows.flip(0))
+    assert torch.equal(_values(backwards), _values(stored).flip(0))
+
+
+def test_plain_and_one_dimensional_tensors_have_no_stored_form() -> None:
+    assert as_stored(torch.zeros(16, dtype=torch.uint8), "F32", (2, 2)) is None
+    assert as_stored(torch.zeros(34, dtype=torch.uint8), "Q8_0", (32,)) is None
 
 
 def test_plain_formats_are_copied() -> None:

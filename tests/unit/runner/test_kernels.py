@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from engine.attention.base import Prefill, Step
@@ -16,6 +19,10 @@ from engine.kernels import build as build_module
 from engine.kernels.build import BuildError, build, load_kernels
 from engine.kernels.library import Kernels
 from engine.kv_cache import KVCache, KVLayout
+from engine.model.dequantize import as_stored, dequantize
+from engine.model.layers import Norm, TorchOps
+from engine.model.quantized import Matrix, Quantized
+from engine.model.rope import rotate
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -192,6 +199,52 @@ def test_gated_linear_equals_torch(
     torch.testing.assert_close(ours, torch.nn.functional.silu(gate) * up, **close)
 
 
+def quantized_weight(kind: str, rows: int, features: int) -> tuple[Tensor, Quantized]:
+    """The same random weight as plain values and as stored."""
+    values = np.random.default_rng(rows).normal(size=(rows, features)).astype(np.float32)
+    raw = torch.from_numpy(gguf.quants.quantize(values, GGMLQuantizationType[kind]).reshape(-1))
+    stored = as_stored(raw, kind, (rows, features))
+    assert stored is not None
+    return dequantize(raw, kind, (rows, features), torch.float32), stored
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 8, 13, 97, 200])
+@pytest.mark.parametrize(("features", "columns"), [(32, 1), (64, 64), (192, 33), (224, 100), (576, 7)])
+def test_quantized_linear_equals_that_of_the_same_floats_bit_for_bit(
+    kernels: Kernels, rows: int, features: int, columns: int, kind: str
+) -> None:
+    x, bias, norm = torch.randn(rows, features), torch.randn(columns), torch.randn(features)
+    weight, stored = quantized_weight(kind, columns, features)
+    expected = kernels.pack_linear(weight, bias, norm, 1e-5)(x)
+    assert torch.equal(kernels.pack_linear(stored, bias, norm, 1e-5)(x), expected)
+    weight, stored = quantized_weight(kind, 2 * columns, features)
+    expected = kernels.pack_linear(weight, gated=True)(x)
+    assert torch.equal(kernels.pack_linear(stored, gated=True)(x), expected)
+
+
+def test_rows_of_a_batch_are_those_of_each_alone(kernels: Kernels) -> None:
+    """Else a request's tokens would depend on its company."""
+    weight, stored = quantized_weight("Q4_1", 100, 576)
+    x = torch.randn(200, 576)
+    for linear in (kernels.pack_linear(weight), kernels.pack_linear(stored), kernels.pack_linear(weight.bfloat16())):
+        for rows in (2, 7, 8, 97, 200):
+            assert torch.equal(linear(x[:rows]), torch.cat([linear(x[row : row + 1]) for row in range(rows)]))
+
+
+def test_weights_stay_quantized_only_together_and_in_one_format() -> None:
+    (a, quantized_a), (b, quantized_b) = quantized_weight("Q4_1", 3, 64), quantized_weight("Q4_0", 2, 64)
+    c, quantized_c = quantized_weight("Q8_0", 2, 64)
+    joined = Matrix([a, b], [quantized_a, quantized_b]).blocks()
+    assert joined is not None
+    assert joined.stored.shape == (5, 32)
+    assert joined.offsets is not None
+    assert torch.equal(joined.offsets[3:], quantized_b.scales * -8)
+    for matrix in (Matrix([a, c], [quantized_a, quantized_c]), Matrix([a, b], [quantized_a, None])):
+        assert matrix.blocks() is None
+        assert torch.equal(matrix.dense(), torch.cat([*matrix.weights]))
+
+
 def test_linear_of_no_rows_is_empty(kernels: Kernels) -> None:
     assert kernels.pack_linear(torch.randn(20, 30))(torch.empty(0, 30)).shape == (0, 20)
 
@@ -207,6 +260,33 @@ def test_norm_and_activation_equal_torch(kernels: Kernels, rows: int, size: int,
     gate, up = gate_up.float().chunk(2, -1)
     expected = (torch.nn.functional.silu(gate) * up).to(dtype)
     torch.testing.assert_close(kernels.silu_and_mul(gate_up), expected, **tolerance)
+
+
+def test_bfloat16_is_rounded_where_the_reference_implementations_round(kernels: Kernels) -> None:
+    """Between two operations too: rounding once at the end would differ in a third of the values."""
+
+    def assert_same(ours: Tensor, expected: Tensor) -> None:
+        assert (ours == expected).float().mean() > 0.99  # but for sums in another order
+        torch.testing.assert_close(ours, expected, atol=0, rtol=2**-7)
+
+    x, weight = 3 * torch.randn(50, 576).bfloat16(), torch.randn(576).bfloat16()
+    normed = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
+    assert_same(kernels.rms_norm(x, weight.float(), 1e-5), weight * normed)
+    assert_same(TorchOps(torch.bfloat16).rms_norm(x, Norm(weight.float(), 1e-5)), weight * normed)
+    gate, up = x.chunk(2, -1)
+    assert_same(kernels.silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+
+    qkv, angles = torch.randn(20, 3, 64).bfloat16(), torch.randn(20, 32)
+    cos, sin = (torch.cat((part, part), -1).bfloat16()[:, None] for part in (angles.cos(), angles.sin()))
+    first, second = qkv.chunk(2, -1)
+    expected = qkv * cos + torch.cat((-second, first), -1) * sin
+    assert torch.equal(rotate(qkv, angles.cos(), angles.sin()), expected)
+    cache = KVCache(KVLayout(1, 1, 64, 1, torch.bfloat16), 20)
+    bound = kernels.attention_for(cache, torch.bfloat16, 1)
+    assert bound is not None
+    bound.rope_store(0, qkv, angles.cos(), angles.sin(), torch.arange(20))
+    assert torch.equal(qkv[:, 0], expected[:, 0])
+    assert torch.equal(cache.arena[:, 0, 0, 0, 0], expected[:, 1])
 
 
 def test_activation_at_the_extremes_equals_torch(kernels: Kernels) -> None:

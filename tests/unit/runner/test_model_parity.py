@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,19 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from tests.running import last_token, make_machine, random_tokens, reference_logits, reference_model
+from engine.kv_cache import KVCache, KVLayout
+from engine.model.loader import load_model
+from engine.runner import Runner
+from tests.running import (
+    BLOCK_SIZE,
+    Machine,
+    last_token,
+    make_machine,
+    random_tokens,
+    reference_logits,
+    reference_model,
+)
+from tests.tiny import make_tiny_gguf
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 130, 300]
 """Prompt lengths around the edges of blocks (16) and of query blocks (128)."""
@@ -126,3 +139,26 @@ def test_greedy_tokens_equal_transformers(use_kernels: bool, tmp_path: Path) -> 
         (token,) = machine.runner.run(Batch([last_token(request)]))
         assert token == expected
         request.append(token)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("quantization", ["Q4_0", "Q4_1", "Q8_0"])
+def test_weights_kept_as_the_file_stores_them_change_no_bit(
+    architecture: str, quantization: str, tmp_path: Path
+) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, quantization=quantization)
+    loaded = load_model(path, dtype=torch.float32)
+    assert loaded.quantized.keys() == {name for name, weight in loaded.weights.items() if weight.dim() == 2}
+    assert not load_model(path, dtype=torch.bfloat16).quantized
+    config = loaded.config
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, torch.float32)
+    logits = []
+    for model in (loaded, replace(loaded, quantized={})):
+        cache = KVCache(layout, 8)
+        machine = Machine(model, cache, Runner(model, cache, max_num_seqs=1), list(range(8)))
+        request = machine.request(random_tokens(70), room=2)
+        logits.append(machine.prefill(request))
+        request.append(5)
+        logits.append(machine.decode(request)[0])
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
