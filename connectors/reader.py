@@ -100,11 +100,6 @@ class Reader:
         """Of the prompt tokens that were on offer, those that did not come from there, by reason: as above, and
         failed."""
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests with remote blocks in view that have not been admitted yet."""
-        return sum(not fetch.num_pulling for fetch in tuple(self._fetches.values()))
-
     # In the order of a request's life.
 
     def add(self, request: TransferRequest, remote: RemoteBlocks, source: Source) -> None:
@@ -267,7 +262,9 @@ class Reader:
         self.num_pulls_failed[reason] += 1
         self._skip(fetch.source, "failed", fetch.num_pulling)
         peer = fetch.peer
-        logger.warning(
+        # A claim that is refused is the other side's right: it needed the room, or the time was over.
+        logger.log(
+            logging.INFO if reason == "claim" else logging.WARNING,
             "pull failed request_id=%s peer=%s:%d reason=%s recompute=%s detail=%s",
             request_id, peer.host, peer.port, reason, self._recompute, detail,
         )  # fmt: skip

@@ -28,14 +28,17 @@ def too_long(pool_blocks: int, num_tokens: int) -> str:
     return f"{num_tokens} tokens do not fit into this engine's KV cache of {pool_blocks} blocks"
 
 
-def cache_miss(request: Request, num_hits: int) -> str | None:
-    """Why a request is refused that was sent here for what the prefix cache holds, if it holds only `num_hits` blocks
-    of it."""
+def max_prefill(request: Request) -> int | None:
+    """How many prompt tokens may be computed for a request that was sent here for what the prefix cache holds."""
     params = request.kv_transfer_params
-    if params is None or params.max_prefill_tokens is None or request.num_preemptions:
-        return None
+    return None if params is None or request.num_preemptions else params.max_prefill_tokens
+
+
+def cache_miss(request: Request, num_hits: int) -> str | None:
+    """Why such a request is refused, if the prefix cache holds only `num_hits` blocks of it."""
+    limit = max_prefill(request)
     missing = request.num_prompt_tokens - num_hits * request.block_size
-    if missing <= params.max_prefill_tokens:
+    if limit is None or missing <= limit:
         return None
     return f"{missing} of {request.num_prompt_tokens} prompt tokens are not in the prefix cache any more"
 

@@ -115,7 +115,9 @@ class Scheduler:
         if obstacle := limits.obstacle(request, self.max_model_len, self.pool.num_blocks):
             self._fail(request, obstacle, status=400)
             return
-        if miss := limits.cache_miss(request, len(self._match(request))):
+        # Said at once, rather than after it has queued.
+        relies_on_cache = limits.max_prefill(request) is not None
+        if relies_on_cache and (miss := limits.cache_miss(request, len(self._match(request)))):
             self._fail(request, miss, status=409)
             return
         self.waiting.append(request)

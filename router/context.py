@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -17,21 +17,24 @@ from router.store import Store
 from router.sweep import Sweeper
 from router.upstream import Upstream
 
+T = TypeVar("T")
+
 
 class Background:
     """Short work that outlives the request it began with; waited for a little at the end, then cancelled."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def is_idle(self) -> bool:
         return not self._tasks
 
-    def start(self, work: Coroutine[None, None, object]) -> None:
+    def start(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def settle(self, seconds: float) -> None:
         if self._tasks:

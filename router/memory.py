@@ -7,6 +7,7 @@ last two, or the blocks are released: nothing is left to wait for the end of its
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator
@@ -16,7 +17,6 @@ from typing import Final
 from connectors.wire.openai import APIError
 from connectors.wire.transfer import KVTransferParams
 from router.context import Router
-from router.conversation import media_digests
 from router.record import Record
 from router.relay import Answer
 from router.request import Turn
@@ -51,12 +51,11 @@ async def compare(router: Router, turn: Turn) -> None:
     if claimed is None or turn.alone is not None or not router.pool.prefill:
         return
     record, offer = claimed.record, claimed.offer
-    media = media_digests(turn.endpoint.history(turn.body))
-    if record.token_ids and not media:
-        past.prompt_ids = await _prompt_ids(router, turn, record)
+    if record.token_ids and not turn.media:
+        past.prompt_ids = await _prompt_ids(router, turn, claimed)
     if offer is None:
         return
-    if media or record.media:
+    if turn.media or record.media:
         past.why = "media"
     elif past.prompt_ids is not None:
         found = verify(
@@ -67,20 +66,21 @@ async def compare(router: Router, turn: Turn) -> None:
             block_size=router.config.kv_block_size,
         )
         past.num_known, past.offer, past.why = found.num_known, found.offer, found.why
-    elif offer.kv_layout is not None and offer.remote_block_hashes:
+    elif is_ours(offer) and offer.remote_block_hashes:
         past.offer, past.why = offer, "self_checked"
     else:
         past.why = "unverified"
 
 
-async def _prompt_ids(router: Router, turn: Turn, record: Record) -> list[int] | None:
+async def _prompt_ids(router: Router, turn: Turn, claimed: Claimed) -> list[int] | None:
     """The ids of the new prompt, as the engines will make them."""
+    record = claimed.record
     engine = router.pool.one_ready(turn.model, rather=(record.prefill, record.decode))
     ours = engine is not None and engine.is_ours(turn.model)
     query = turn.endpoint.tokenize_body(turn.body, ours=ours)
     if isinstance(query, list):
         return query
-    if engine is None or query is None:
+    if engine is None or query is None or not (ours or claimed.offer):
         return None
     if ours:
         # A sampled answer is rarely what its own text would be tokenized to. Our engines then put the known ids in
@@ -97,37 +97,32 @@ def give(turn: Turn) -> KVTransferParams | None:
 
 
 def take_back(router: Router, turn: Turn, error: APIError) -> None:
-    """The prefill engine that was given the offer failed. If it never came to look at the request, the offer is as
-    good as before; otherwise the blocks may be half read, and are let go."""
+    """The prefill engine that was given the offer failed. If it refused the request, or never got it, the offer is as
+    good as before, or at worst refused to the next who claims it. Otherwise the blocks may be half read: they are let
+    go."""
     past = turn.past
-    if past.offer is None or past.claimed is None:
+    if past.claimed is None:
         return
-    fault = isinstance(error, EngineFault) and not error.unsent and error.status != 503
-    if fault or is_about_offer(error):
-        release(router, past.claimed.offer)
-        past.drop("gone")
-        past.is_lost = True
-    else:
+    if not isinstance(error, EngineFault) or error.unsent or error.status == 503:
         past.in_hand = True
-
-
-def is_about_offer(error: APIError) -> bool:
-    """Whether an engine refused what the router told it, which is not the client's fault."""
-    return error.status == 400 and (error.param or "").startswith("kv_transfer_params")
+    else:
+        release(router, past.claimed.offer)
+        past.lose()
 
 
 async def remember(router: Router, turn: Turn, answer: Answer) -> None:
-    """File what the next turn needs under the conversation it will be found by."""
+    """File what the next turn needs, and what this one leaves of the last. Goes on if the client leaves meanwhile."""
+    turn.report.see_usage(answer)
+    await asyncio.shield(router.background.start(_file(router, turn, answer)))
+
+
+async def _file(router: Router, turn: Turn, answer: Answer) -> None:
     report, past = turn.report, turn.past
-    report.see_usage(answer)
     offer = answer.params if answer.params is not None and answer.params.do_remote_decode else None
     key = turn.conversation.file_under(answer.message)
     if key is None or turn.alone in SOLO or not answer.finished or report.decode is None:
         release(router, offer)
         return
-    if offer is None and past.in_hand:
-        offer = past.offer  # older and shorter, but of a prefix of the next prompt all the same
-        past.in_hand = offer is None
     prompt = array(ID_TYPE, ids_or_none(answer.prompt_token_ids) or past.prompt_ids or ())
     output = answer.output_token_ids if answer.output_ids_complete and prompt else ()
     ttl = router.config.conversation_ttl
@@ -139,21 +134,25 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
         decode=report.decode,
         deadline=time.time() + ttl,
         token_ids=prompt + array(ID_TYPE, output),
-        num_prompt_tokens=len(prompt),
-        media=media_digests(turn.endpoint.history(turn.body)),
+        media=turn.media,
     )
     saved = await router.store.save(key, record, offer)
     turn.remembered = saved.kept
     for orphan in saved.orphans:
         release(router, orphan)
-    if saved.kept and offer is not None and offer.kv_layout is not None:
+    if saved.kept and offer is not None and is_ours(offer):
         router.sweeper.watch(key, saved.stamp, record.deadline)
 
 
 def release(router: Router, blocks: KVTransferParams | None) -> None:
     """Give blocks back that nobody will read, in the background. Engines that do not offer it free them by lease."""
-    if blocks is not None and blocks.kv_layout is not None:
+    if blocks is not None and is_ours(blocks):
         router.background.start(router.upstream.release(blocks))
+
+
+def is_ours(blocks: KVTransferParams) -> bool:
+    """Whether a Backhaul engine holds them: it compares hashes, refuses stale claims, and takes releases."""
+    return blocks.kv_layout is not None
 
 
 def _settle(router: Router, turn: Turn) -> None:

@@ -38,6 +38,8 @@ class Facts:
     """Prompt tokens beyond those that the last decode engine has; None if that is not known for certain."""
     why: Why = "no_record"
     """What became of that engine's blocks."""
+    refuses: bool = False
+    """Whether that engine refuses a prompt that its cache has lost, rather than compute all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +99,27 @@ def make_plan(
         return Plan(None, decoder.url, "no_prefill_pool", "own_cache")
     stays = decoder.url == facts.last_decode
     offered = facts.why in ("offered", "self_checked")
-    if stays and facts.why in ("offered", "short") and facts.num_new is not None and facts.num_new <= break_even:
+    if (
+        stays
+        and facts.refuses
+        and facts.why in ("offered", "short")
+        and facts.num_new is not None
+        and facts.num_new <= break_even
+    ):
         return Plan(None, decoder.url, "short_suffix", "own_cache")
     prefiller = _choose(prefill, facts.model, facts.last_prefill, avoid, slack)
     if prefiller is None:
         if fallback:
             return Plan(None, decoder.url, "no_prefill_engine", "own_cache")
         raise _nobody("prefill", facts.model)
-    owner_up = any(engine.url == facts.last_decode and engine.ready for engine in decode)
+    owner_up = any(engine.url == facts.last_decode and engine.ready for engine in decode if engine.url not in avoid)
     why: Why = "owner_down" if offered and not owner_up else facts.why
     if facts.last_decode is None:
         reason = "new"
     elif stays:
         reason = "affinity"
     else:
-        reason = "spill" if owner_up and facts.last_decode not in avoid else "moved"
+        reason = "spill" if owner_up else "moved"
     return Plan(prefiller.url, decoder.url, reason, why, pull=offered and owner_up)
 
 

@@ -40,7 +40,6 @@ class _Facts(BaseModel):
     prefill: str | None
     decode: str
     deadline: float
-    num_prompt_tokens: Annotated[int, Field(ge=0)]
     media: tuple[str, ...]
 
 
@@ -71,7 +70,6 @@ class Record:
     """Wall clock time after which the record is of no use."""
     token_ids: array[int]
     """`array("I")`: the prompt's ids, then those of the answer as far as they are complete. Empty if not known."""
-    num_prompt_tokens: int
     media: tuple[str, ...] = ()
     """Digests of what in the messages is no text, in order."""
 
@@ -83,7 +81,6 @@ class Record:
                 "prefill": self.prefill,
                 "decode": self.decode,
                 "deadline": self.deadline,
-                "num_prompt_tokens": self.num_prompt_tokens,
                 "media": self.media,
             }
         )
@@ -100,15 +97,12 @@ class Record:
         if not 1 <= width <= _ITEM_BYTES or len(data) != ids_start + width * num_ids:
             raise ValueError("a conversation record cut short")
         facts = _Facts.model_validate_json(data[_HEAD.size : ids_start])
-        if num_ids and facts.num_prompt_tokens > num_ids:
-            raise ValueError("a conversation record with fewer ids than its prompt has tokens")
         return cls(
             turn=facts.turn,
             prefill=facts.prefill,
             decode=facts.decode,
             deadline=facts.deadline,
             token_ids=_unpack_numbers(data[ids_start:], width, num_ids),
-            num_prompt_tokens=facts.num_prompt_tokens,
             media=facts.media,
         )
 

@@ -62,6 +62,10 @@ class Report:
             return None
         return max(0, self.prompt_tokens - self.cached_tokens - (self.pulled_tokens or 0))
 
+    def restart(self) -> None:
+        """Another attempt: what the last one had counted is not part of the answer."""
+        self.prompt_tokens = self.cached_tokens = self.pulled_tokens = None
+
     def see_prefill(self, prefilled: Prefilled) -> int | None:
         """A prefill leg's answer; returns how many tokens it computed, if it says so."""
         self.prompt_tokens = len(prefilled.prompt_token_ids or ()) or None

@@ -17,7 +17,7 @@ from router import headers
 from router.api.legs import Endpoint, wants_usage, without_engine_talk
 from router.body import read_object
 from router.context import Router
-from router.conversation import Conversation, Scope, identify, name_of
+from router.conversation import Conversation, Scope, identify, media_digests, name_of
 from router.relay import Answer
 from router.report import Report
 from router.store import Claimed
@@ -30,7 +30,7 @@ class Past:
 
     claimed: Claimed | None = None
     in_hand: bool = False
-    """Whether the claimed offer is still ours: to give to a prefill engine, to keep for another turn, or to release."""
+    """Whether the claimed offer is ours to give, to put back or to release. It is not while a prefill engine has it."""
     prompt_ids: list[int] | None = None
     """Of the new prompt, if an engine told."""
     num_known: int = 0
@@ -38,23 +38,15 @@ class Past:
     offer: KVTransferParams | None = None
     """What a prefill engine may be offered: the claimed offer, cut to what serves this prompt."""
     why: Why = "no_record"
-    is_lost: bool = False
-    """A prefill engine was given the offer, and failed."""
 
     @property
     def num_new(self) -> int | None:
         """Prompt tokens beyond the known ones, if that can be said."""
         return None if self.prompt_ids is None else len(self.prompt_ids) - self.num_known
 
-    def spend(self) -> None:
-        """A prefill engine has answered, and done with the offer what it would; a next attempt has none."""
-        self.offer, self.num_known = None, 0
-        if self.why in ("offered", "self_checked"):
-            self.why = "gone"
-
-    def drop(self, why: Why) -> None:
-        """The last turn's blocks are of no use to this one."""
-        self.offer, self.num_known, self.why = None, 0, why
+    def lose(self) -> None:
+        """The last turn's blocks are of no more use to this one."""
+        self.in_hand, self.offer, self.num_known, self.why = False, None, 0, "gone"
 
 
 @dataclass(slots=True)
@@ -67,6 +59,8 @@ class Turn:
     model: str
     alone: str | None
     conversation: Conversation
+    media: tuple[str, ...]
+    """Digests of what in the messages is no text."""
     explain: bool
     deadline: float
     """Event loop time."""
@@ -94,19 +88,29 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     body.pop("conversation_id", None)
     model = _model(router, body)
     salt = body.get("cache_salt")
-    tenant = request.headers.get(router.config.tenant_header, "").encode(errors="surrogatepass")
-    scope = Scope(blake2b(tenant, digest_size=16).hexdigest(), model, salt if isinstance(salt, str) else None)
+    scope = Scope(_tenant(router, request), model, salt if isinstance(salt, str) else None)
+    history = endpoint.history(body)
     return Turn(
         endpoint=endpoint,
         body=body,
         headers=headers.onward(request.headers, report.request_id),
         model=model,
         alone=endpoint.alone(body),
-        conversation=identify(scope, name, endpoint.history(body)),
+        conversation=identify(scope, name, history),
+        media=media_digests(history),
         explain=request.headers.get("X-Backhaul-Explain") == "1",
         deadline=asyncio.get_running_loop().time() + router.config.turn_timeout,
         report=report,
     )
+
+
+def _tenant(router: Router, request: web.Request) -> str:
+    """All values of the header count: a client that sends one of its own beside that of a proxy is somebody else."""
+    digest = blake2b(digest_size=16)
+    for value in request.headers.getall(router.config.tenant_header, ()):
+        text = value.encode(errors="surrogatepass")
+        digest.update(len(text).to_bytes(8) + text)
+    return digest.hexdigest()
 
 
 def _model(router: Router, body: dict[str, Any]) -> str:

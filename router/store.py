@@ -316,8 +316,6 @@ def _read(key: str, reply: Any) -> tuple[Claimed | None, str]:
         return None, "unreadable"
     if turn != str(record.turn).encode():
         return None, "unreadable"
-    if record.deadline <= time.time():
-        return None, "miss"
     offer = _unpacked(offered)
     result = "hit" if offer is not None else "hit_without_offer" if offered is None else "hit_unreadable_offer"
     return Claimed(key, record, offer, stamp), result

@@ -15,7 +15,6 @@ from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from router import headers, jsontext, memory
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router
-from router.memory import is_about_offer
 from router.plan import Facts, Plan, make_plan
 from router.pool import Engine
 from router.relay import Answer, StreamRelay
@@ -25,7 +24,6 @@ from router.upstream import EngineFault, Stream, gone_for_now
 
 MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
 LEAVING_SECONDS: Final = 0.5
-CACHE_SLACK: Final = 64  # tokens; what a decode engine holds ends within a block, which it computes again
 
 log = logging.getLogger("router.turn")
 
@@ -76,8 +74,9 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
                 if not fault.unsent:
                     prefilled = None  # a decode engine may have read the blocks, and they can be read once
             except APIError as error:
-                if not without_past(turn, plan, error):
+                if plan.prefill is not None or error.code != PREFIX_CACHE_MISS or turn.past.num_known == 0:
                     raise
+                turn.past.num_known = 0  # the decode engine has lost what it was left alone for
     finally:
         give_back(router, turn)
 
@@ -92,6 +91,7 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
         last_decode=record.decode if record else None,
         num_new=past.num_new,
         why=past.why,
+        refuses=past.claimed is not None and past.claimed.offer is not None and memory.is_ours(past.claimed.offer),
     )
     return make_plan(
         facts,
@@ -108,7 +108,8 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     """Have the prompt's KV computed and held for a decode engine; what the last one offers is pulled, not computed."""
     give_back(router, turn)
     report, engine = turn.report, router.pool.get("prefill", url)
-    report.prefill = url
+    report.restart()
+    report.prefill, report.kv = url, plan.kv
     offer = memory.give(turn) if plan.pull else None
     body = turn.endpoint.prefill_leg(turn.body, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
     leg = asyncio.create_task(
@@ -117,15 +118,17 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     try:
         prefilled = await asyncio.shield(leg)
     except asyncio.CancelledError:
-        router.background.start(leave(router, leg))
+        router.background.start(leave(router, leg, offer))
         raise
     except APIError as error:
         if offer is not None:
             memory.take_back(router, turn, error)
+            if isinstance(error, EngineFault):
+                error.may_be_offer = error.kind in ("status", "params") and error.status != 503
         raise
     turn.blocks = prefilled.params
     if offer is not None:
-        turn.past.spend()
+        turn.past.lose()
     if prefilled.params is None:
         router.metrics.handoff_missing.labels(turn.endpoint.name).inc()
     elif (num_computed := report.see_prefill(prefilled)) is not None:
@@ -133,14 +136,15 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     return prefilled
 
 
-async def leave(router: Router, leg: asyncio.Task[Prefilled]) -> None:
+async def leave(router: Router, leg: asyncio.Task[Prefilled], offer: KVTransferParams | None) -> None:
     """End a prefill leg nobody waits for. An answer may be on its way, and only it says which blocks to give back;
-    a prompt that takes longer is aborted by closing the connection."""
+    a prompt that takes longer is aborted by closing the connection. What it was offered may not have been looked at."""
     await asyncio.wait([leg], timeout=LEAVING_SECONDS)
     leg.cancel()
     try:
         prefilled = await leg
     except (asyncio.CancelledError, APIError):
+        memory.release(router, offer)
         return
     memory.release(router, prefilled.params)
 
@@ -150,14 +154,19 @@ async def decode(
 ) -> web.StreamResponse:
     """Have the answer made, pulling the KV where there is any, and pass it on."""
     report, engine = turn.report, router.pool.get("decode", plan.decode)
-    report.decode, report.reason, report.kv = plan.decode, plan.reason, plan.kv
+    report.decode, report.reason = plan.decode, plan.reason
     report.prefill = prefilled.engine if prefilled else None
     report.handoff = prefilled is not None and prefilled.params is not None
-    router.metrics.plans.labels(plan.reason, plan.kv).inc()
+    ids = turn.past.prompt_ids
     if prefilled is None:
-        params, ids = alone_params(turn, plan, engine), turn.past.prompt_ids
-    else:
-        params, ids = prefilled.params, prefilled.prompt_token_ids or turn.past.prompt_ids
+        report.restart()
+        report.kv = plan.kv
+    elif prefilled.prompt_token_ids:
+        ids = prefilled.prompt_token_ids
+    router.metrics.plans.labels(plan.reason, report.kv or "").inc()
+    params = prefilled.params if prefilled else None
+    if params is None:
+        params = alone_params(router, turn, plan, engine)
     body = turn.endpoint.decode_leg(turn.body, params, ids)
     async with router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline) as stream:
         turn.blocks = None
@@ -166,13 +175,16 @@ async def decode(
         return await pass_whole(router, turn, stream)
 
 
-def alone_params(turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
+def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
     """What a decode engine is told that prefills for itself: the next turn may want its blocks."""
-    if turn.alone is not None or not engine.is_ours(turn.model):
+    if turn.alone is not None or not router.pool.prefill or not engine.is_ours(turn.model):
         return None
-    if plan.reason != "short_suffix":
+    past = turn.past
+    if plan.reason != "short_suffix" or past.claimed is None or past.claimed.offer is None:
         return KVTransferParams.for_decode_alone()
-    return KVTransferParams.for_decode_alone(max_prefill_tokens=(turn.past.num_new or 0) + CACHE_SLACK)
+    # What it holds ends within a block, and that block it computes again.
+    slack = past.claimed.offer.remote_block_size or 0
+    return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
 
 
 async def pass_whole(router: Router, turn: Turn, stream: Stream) -> web.Response:
@@ -227,9 +239,8 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
 
     One that broke off is asked again if there is no other and it may never have seen the request.
     """
-    if turn.past.is_lost and fault.engine.role == "prefill" and fault.kind == "status":
-        # Likely the load of the last turn's blocks failed, which says nothing against the engine.
-        turn.past.is_lost = False
+    if fault.may_be_offer:
+        # Likely the load of the last turn's blocks failed, which says nothing against the engine. They are gone now.
         router.metrics.retries.labels("prefill").inc()
         return
     turn.faults[fault.engine.role] += 1
@@ -247,16 +258,8 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
 
 
-def without_past(turn: Turn, plan: Plan, error: APIError) -> bool:
-    """Whether the turn was refused for what the router thought to know of the last one; the next try goes without."""
-    missed = plan.prefill is None and error.code == PREFIX_CACHE_MISS and turn.past.num_known > 0
-    if missed:
-        turn.past.num_known = 0
-    return missed or (plan.pull and is_about_offer(error))
-
-
 def give_back(router: Router, turn: Turn) -> None:
-    """Release blocks nobody will read, in the background. Engines that do not offer it free them by lease."""
+    """No decode engine has taken the blocks that are held for it."""
     memory.release(router, turn.blocks)
     turn.blocks = None
 

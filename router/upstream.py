@@ -32,7 +32,7 @@ DRAIN_SECONDS: Final = 0.5
 LEAVING: Final = "shutting down"  # what our engine's 503 says then
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
 
-FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "nonsense"]
+FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]
 
 log = logging.getLogger("router.upstream")
 
@@ -45,6 +45,8 @@ class EngineFault(APIError):
         self.kind = kind
         self.stale = False
         """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
+        self.may_be_offer = False
+        """It answered, and may have failed only at the blocks that it was offered."""
 
     @property
     def unsent(self) -> bool:
@@ -169,12 +171,13 @@ class Upstream:
 
     async def release(self, params: KVTransferParams) -> None:
         """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
-        url = URL.build(scheme="http", host=params.remote_host or "", port=params.remote_port, path="/kv/release")
+        host, port = params.remote_host or "", params.remote_port
         lease = {"engine_id": params.remote_engine_id, "request_id": params.remote_request_id}
         try:
+            url = URL.build(scheme="http", host=host, port=port, path="/kv/release")
             async with asyncio.timeout(RELEASE_SECONDS), self._session.post(url, json=lease) as response:
                 result = "ok" if response.status == 200 else "refused"
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):  # or no host at all
             result = "failed"
         self._metrics.releases.labels(result).inc()
 
@@ -258,6 +261,9 @@ def _refusal(engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
         fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
     if status >= 500 and status != 501:
         return EngineFault(engine, "status", status, message, **fields)
+    if status == 400 and str(fields.get("param")).startswith("kv_transfer_params"):
+        # What it refuses is ours: a client cannot send these.
+        return _fault(engine, "params", 502, "refused what the router told it")
     if status >= 400:
         return APIError(status, message, **fields)
     return _fault(engine, "nonsense", 502, f"answered with status {status}, which is no answer")

@@ -39,7 +39,7 @@ short        too few tokens to be worth a pull
 uncuttable   only a part would do, and these blocks cannot be cut (several KV-cache groups, unknown block size)
 media        ids do not say what is in a picture
 owner_down   the engine that has them cannot be reached now
-gone         their engine says that it has dropped them
+gone         lost in an attempt of this turn that failed
 """
 
 

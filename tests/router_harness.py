@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -81,7 +81,7 @@ class Front:
     router: Router
     client: aiohttp.ClientSession
 
-    async def post(self, body: Any, *, path: str = "", headers: dict[str, str] | None = None) -> Answer:
+    async def post(self, body: Any, *, path: str = "", headers: Mapping[str, str] | None = None) -> Answer:
         """One request, read to its end. A dictionary's endpoint goes by its content."""
         if not path:
             path = "/v1/completions" if isinstance(body, dict) and "prompt" in body else "/v1/chat/completions"

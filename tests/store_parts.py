@@ -22,7 +22,6 @@ def record(turn: int = 1, seconds: float = 60.0, ids: tuple[int, ...] = (1, 2, 7
         decode="http://d",
         deadline=time.time() + seconds,
         token_ids=array("I", ids),
-        num_prompt_tokens=min(2, len(ids)),
     )
 
 

@@ -9,7 +9,7 @@ for 1); a key that is not known here is carried through untouched; a key that wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeVar
 
@@ -165,15 +165,17 @@ class KVTransferParams(BaseModel):
 
         A cut falls on a block's edge: what stays is named in whole blocks. None if nothing stays, or if this offer
         cannot be cut: its block size is not known (`block_size` helps out where the owner does not say), or it has
-        several KV-cache groups, whose lists end at different tokens.
+        several KV-cache groups, whose lists end at different tokens. None too if its counts do not fit each other.
         """
         groups, offered = self.remote_block_ids, self.remote_num_tokens
         if not groups or offered is None or num_tokens <= 0:
             return None
+        size = self.remote_block_size or block_size
+        if len(groups) == 1 and size is not None and -(-offered // size) != len(groups[0]):
+            return None  # a reader that counts from the end would read other blocks
         if num_tokens >= offered:
             return self
-        size = self.remote_block_size or block_size
-        if len(groups) != 1 or size is None or -(-offered // size) != len(groups[0]):
+        if len(groups) != 1 or size is None:
             return None
         num_blocks = num_tokens // size
         if num_blocks == 0:
@@ -189,13 +191,9 @@ class KVTransferParams(BaseModel):
     # What router and engines ask of each other, so that no caller ever sets the booleans by hand.
 
     @classmethod
-    def for_prefill(
-        cls, offer: KVTransferParams | None = None, prompt_token_ids: Sequence[int] | None = None
-    ) -> KVTransferParams:
+    def for_prefill(cls, offer: KVTransferParams | None = None) -> KVTransferParams:
         """Router to P: prefill and hold the blocks. `offer` are D's blocks of the last turn, to be pulled."""
-        flags: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-        if prompt_token_ids is not None:
-            flags["prompt_token_ids"] = list(prompt_token_ids)
+        flags = {"do_remote_decode": True, "do_remote_prefill": False}
         offered = offer.without(*_ENGINE_INTERNAL, "prompt_token_ids").to_json() if offer else {}
         return cls(**{**offered, **flags})
 
@@ -208,15 +206,14 @@ class KVTransferParams(BaseModel):
             flags["max_prefill_tokens"] = max_prefill_tokens
         return cls(**flags)
 
-    def for_decode(self, prompt_token_ids: Sequence[int] | None = None) -> KVTransferParams:
-        """Router to D: P's answer as it is, plus the ids P computed.
+    def for_decode(self) -> KVTransferParams:
+        """Router to D: P's answer as it is.
 
         Raises WireError if P's answer does not name blocks to pull: a D told to pull without them may hang.
         """
         if not self.do_remote_prefill or self.remote_blocks() is None:
             raise WireError("kv_transfer_params.remote_block_ids", "the prefill answer names no blocks to pull")
-        clean = self.without(*_ENGINE_INTERNAL, "prompt_token_ids")
-        return clean if prompt_token_ids is None else clean.with_(prompt_token_ids=list(prompt_token_ids))
+        return self.without(*_ENGINE_INTERNAL, "prompt_token_ids")
 
 
 class ECItem(BaseModel):

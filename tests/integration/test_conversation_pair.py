@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import tests.property.skewed as skewed
+import tests.property.launcher as launcher
 from tests.integration.engines import Engine, engines, wait_until
 
 BLOCK = 16
@@ -39,7 +39,17 @@ def command(model: Path, clock_offset: float, role: str, *flags: str, **settings
     }
     config = {"kv_connector": "NixlConnector", "kv_connector_extra_config": extra, **settings}
     return [
-        *(sys.executable, str(skewed.__file__), str(clock_offset), "engine", "--model", str(model), "--role", role),
+        *(
+            sys.executable,
+            str(launcher.__file__),
+            str(clock_offset),
+            "0",
+            "engine",
+            "--model",
+            str(model),
+            "--role",
+            role,
+        ),
         *("--threads", "1", "--served-model-name", "tiny", "--dtype", "float32", "--log-level", "info"),
         *("--kv-transfer-config", json.dumps(config), *flags),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from tests.router_harness import NOBODY, Front, router_over, until
 from tests.stub_engine import BLOCK_SIZE, OUTPUT_IDS, START_OF_ANSWER, TEXT, StubEngine, hang_up, refuse, word
@@ -423,3 +424,141 @@ async def test_prefill_engine_gone_from_the_start(d: StubEngine, redis_url: str)
         answer = await front.post(chat(TURN_1), headers=EXPLAIN)
         assert answer.explain["reason"] == "no_prefill_engine"
         assert d.bodies[-1]["kv_transfer_params"]["offer_blocks"] is True
+
+
+async def test_client_that_leaves_before_the_prefill_engine_looks_costs_the_decode_engine_nothing(
+    p: StubEngine, d: StubEngine, redis_url: str
+) -> None:
+    arrived = asyncio.Event()
+
+    async def refuses_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        arrived.set()
+        await asyncio.sleep(0.05)
+        return await refuse(503)(request, body)
+
+    async with after_first_turn(p, d, redis_url) as front:
+        p.scripts.append(refuses_late)
+        leaving = asyncio.create_task(front.post(chat(TURN_2)))
+        await arrived.wait()
+        leaving.cancel()
+        await released(d, "decode-1")
+
+
+async def test_turn_is_filed_though_its_client_leaves_at_the_last_moment(
+    p: StubEngine, d: StubEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with router_over([p], [d], redis_url, **SETTINGS) as front:
+        saving, go_on = asyncio.Event(), asyncio.Event()
+        save = front.router.store.save
+
+        async def slow(*arguments: Any) -> Any:
+            saving.set()
+            await go_on.wait()
+            return await save(*arguments)
+
+        monkeypatch.setattr(front.router.store, "save", slow)
+        leaving = asyncio.create_task(front.post(chat(TURN_1)))
+        await saving.wait()
+        leaving.cancel()
+        await until(lambda: front.router.turns.count == 0, "the turn is over")
+        go_on.set()
+        await until(front.is_settled, "and filed")
+        answer = await front.post(chat(TURN_2), headers=EXPLAIN)
+        assert (answer.explain["turn"], answer.explain["kv"]) == (2, "offered")
+
+
+async def test_counts_are_those_of_the_attempt_that_was_answered(p: StubEngine, d: StubEngine, redis_url: str) -> None:
+    async def without_blocks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(p.whole(body) | {"kv_transfer_params": None})
+
+    async with StubEngine("decode", tokenizes=True).running() as d2:
+        async with router_over([p], [d, d2], redis_url, **SETTINGS) as front:
+            await front.post(chat(TURN_1))
+            p.seen.clear()
+            owner = d if d.seen else d2
+            owner.scripts.append(refuse(500))
+            p.scripts.extend([_as_it_is(p), without_blocks])
+            answer = await front.post(chat(TURN_2), headers=EXPLAIN)
+        told = answer.explain
+        assert (told["attempts"], len(p.seen)) == (2, 2)
+        assert "tokens_pulled" not in told, "nothing of it is in the answer"
+
+
+def _as_it_is(engine: StubEngine) -> Any:
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(engine.whole(body))
+
+    return script
+
+
+async def test_pull_is_told_though_another_decode_engine_had_to_step_in(p: StubEngine, redis_url: str) -> None:
+    async with StubEngine("decode", tokenizes=True).running() as d2:
+        d1 = StubEngine("decode", tokenizes=True, keep_alive=False)
+        async with d1.running():
+            async with router_over([p], [d1], redis_url, **SETTINGS) as front:
+                await front.post(chat(TURN_1))
+            async with router_over([p], [d1, d2], redis_url, probe_interval=60.0, **SETTINGS) as front:
+                assert d1.site is not None
+                await d1.stop_listening()
+                answer = await front.post(chat(TURN_2), headers=EXPLAIN)
+        assert (answer.status, answer.explain["decode"]) == (200, d2.url)
+        assert (answer.explain["kv"], answer.explain["tokens_pulled"]) == ("offered", HELD_1)
+
+
+async def test_decode_engine_that_refuses_the_blocks_is_not_the_clients_fault(
+    p: StubEngine, d: StubEngine, redis_url: str
+) -> None:
+    async def complains(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        error = {"message": "bad blocks", "param": "kv_transfer_params.remote_block_ids", "code": 400}
+        return web.json_response({"error": error}, status=400)
+
+    async with (
+        StubEngine("decode", tokenizes=True).running() as d2,
+        router_over([p], [d, d2], redis_url, **SETTINGS) as front,
+    ):
+        for engine in (d, d2):
+            engine.scripts.append(complains)
+        answer = await front.post(chat(TURN_1))
+        assert answer.status == 502
+        assert "kv_transfer_params" not in answer.raw.decode()
+        assert (await front.post(chat(TURN_1))).status == 200
+
+
+async def test_second_failure_of_a_prefill_engine_is_not_excused_by_the_first(d: StubEngine, redis_url: str) -> None:
+    async def dies(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        hang_up(request)
+        return web.Response()
+
+    async with (
+        StubEngine("prefill", tokenizes=True).running() as p1,
+        StubEngine("prefill", tokenizes=True).running() as p2,
+        router_over([p1, p2], [d], redis_url, **SETTINGS) as front,
+    ):
+        await front.post(chat(TURN_1))
+        for engine in (p1, p2):
+            engine.seen.clear()
+        last = p1 if front.router.pool.prefill[0].dispatched else p2
+        other = p2 if last is p1 else p1
+        last.scripts.append(dies)
+        other.scripts.append(refuse(500))
+        assert (await front.post(chat(TURN_2))).status == 500
+        assert len(p1.seen) + len(p2.seen) == 2
+
+
+async def test_engines_that_cannot_refuse_are_not_left_alone(redis_url: str) -> None:
+    async with (
+        StubEngine("prefill", tokenizes=True, owned_by="vllm", kv_layout=None).running() as p,
+        StubEngine("decode", tokenizes=True, owned_by="vllm", kv_layout=None).running() as d,
+        after_first_turn(p, d, redis_url, decode_only_tokens=100) as front,
+    ):
+        answer = await front.post(chat(TURN_2), headers=EXPLAIN)
+        assert (answer.explain["reason"], answer.explain["kv"]) == ("affinity", "offered")
+        assert not d.released, "theirs is no route for it"
+
+
+async def test_value_beside_the_proxys_makes_another_tenant(p: StubEngine, d: StubEngine, redis_url: str) -> None:
+    async with router_over([p], [d], redis_url, tenant_header="X-Tenant", **SETTINGS) as front:
+        await front.post(chat(TURN_1), headers={"X-Tenant": "victim"})
+        forged = CIMultiDict([("X-Tenant", "victim"), ("X-Tenant", "attacker"), *EXPLAIN.items()])
+        answer = await front.post(chat(TURN_2), headers=forged)
+        assert (answer.explain["turn"], answer.explain["kv"]) == (1, "no_record")

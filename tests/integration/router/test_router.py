@@ -13,6 +13,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from connectors.wire import sse
+from connectors.wire.transfer import KVTransferParams
 from tests.router_harness import CHAT, COMPLETION, Front, router_over, until
 from tests.stub_engine import OUTPUT_IDS, PROMPT_IDS, TEXT, StubEngine
 
@@ -224,7 +225,8 @@ async def test_prefill_answer_without_usable_params(front: Front, p: StubEngine,
     p.scripts.append(without)
     before = await front.metric("backhaul_router_kv_handoff_missing_total", endpoint="chat")
     assert (await front.post(CHAT)).status == 200
-    assert "kv_transfer_params" not in d.bodies[0]
+    alone = KVTransferParams.for_decode_alone().with_(prompt_token_ids=PROMPT_IDS)
+    assert d.bodies[0]["kv_transfer_params"] == alone.to_json()
     assert await front.metric("backhaul_router_kv_handoff_missing_total", endpoint="chat") == before + 1
 
 

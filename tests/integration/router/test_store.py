@@ -164,7 +164,7 @@ async def test_record_does_not_outlive_its_deadline(store: Store, key: str, redi
     await store.save(key, record(seconds=30), None)
     assert 25_000 < await redis.pttl(key) <= 30_000
     await redis.hset(key, "record", record(seconds=-1).pack())
-    assert await store.claim(key) is None
+    assert await store.claim(key) is not None, "that is for the server to say: no two routers' clocks agree"
     forever = replace(record(2), deadline=1e300)
     assert (await store.save(key, forever, None)).kept
     assert await redis.pttl(key) > 0
@@ -340,7 +340,7 @@ async def test_size_of_a_long_conversation(
     """100,000 tokens; a block of 16 tokens is 16 bytes of hash and two or three of block id more."""
     tokens = 100_000
     ids = array("I", ((7919 * position) % vocabulary for position in range(tokens)))
-    saved = Record(9, "http://p", "http://d", time.time() + 60, ids, tokens - 100)
+    saved = Record(9, "http://p", "http://d", time.time() + 60, ids)
     assert (await store.save(key, saved, offer(num_blocks=tokens // 16))).kept
     assert await redis.hstrlen(key, "record") <= bytes_per_token * tokens + 300
     assert await redis.hstrlen(key, "offer") <= (16 + 3) * tokens // 16 + 1000

@@ -123,7 +123,7 @@ def test_decode_engine_prefills_when_no_prefill_engine_is_left_and_that_is_wante
     assert engines(plan) == (None, "d", "no_prefill_engine")
 
 
-SECOND = Facts("m", last_prefill="p1", last_decode="d1")
+SECOND = Facts("m", last_prefill="p1", last_decode="d1", refuses=True)
 P, D = [up("p1"), up("p2")], [up("d1"), up("d2")]
 
 
@@ -162,6 +162,16 @@ def test_blocks_are_pulled_from_their_owner_wherever_the_turn_goes(
 ) -> None:
     plan = make_plan(replace(SECOND, why="offered", num_new=3), P, decode, break_even=32)
     assert (engines(plan), plan.kv, plan.pull) == (expected, kv, pull)
+
+
+def test_decode_engine_that_cannot_refuse_is_not_left_alone() -> None:
+    facts = replace(SECOND, why="offered", num_new=1, refuses=False)
+    assert engines(make_plan(facts, P, D, break_even=32)) == ("p1", "d1", "affinity")
+
+
+def test_nothing_is_pulled_from_an_engine_that_just_failed() -> None:
+    plan = make_plan(replace(SECOND, why="offered", num_new=1), P, D, break_even=32, avoid={"d1"})
+    assert (engines(plan), plan.kv, plan.pull) == (("p1", "d2", "moved"), "owner_down", False)
 
 
 def test_every_reason_is_one_of_those_listed_for_the_metrics() -> None:

@@ -21,7 +21,6 @@ RECORD = Record(
     decode="http://d",
     deadline=12.5,
     token_ids=array("I", [1, 2, 70_000, 5]),
-    num_prompt_tokens=3,
     media=("aa", "bb"),
 )
 OFFER = KVTransferParams(
@@ -39,7 +38,7 @@ OFFER = KVTransferParams(
 
 
 def with_ids(*ids: int) -> Record:
-    return Record(1, None, "d", 0.0, array("I", ids), 0)
+    return Record(1, None, "d", 0.0, array("I", ids))
 
 
 def test_record_survives_packing() -> None:
@@ -65,7 +64,7 @@ def test_ids_take_the_bytes_they_need(largest: int, width: int) -> None:
 def test_long_conversation_does_not_stop_the_event_loop() -> None:
     """A few milliseconds; a loop over the ids in Python would take several times the limit."""
     ids = array("I", (7919 * position % 151_936 for position in range(100_000)))
-    long = Record(1, None, "d", 0.0, ids, 0)
+    long = Record(1, None, "d", 0.0, ids)
     offer = OFFER.with_(remote_block_ids=[[*range(6_250)]], remote_block_hashes=[f"{i:032x}" for i in range(6_250)])
     packed, offered = long.pack(), pack_offer(offer)
     assert fastest(long.pack) < 0.01
@@ -126,7 +125,6 @@ FACTS: dict[str, Any] = {
     "prefill": "http://p",
     "decode": "http://d",
     "deadline": 12.5,
-    "num_prompt_tokens": 3,
     "media": ["aa", "bb"],
 }
 
@@ -143,7 +141,6 @@ def record_bytes(facts: object, *, width: int = 1, num_ids: int = 0, ids: bytes 
         *[("turn", value) for value in (None, "x", 2**64 - 1, 2**31, 0, -1, 1.5, True)],
         *[("prefill", value) for value in (5, [], {})],
         *[("decode", value) for value in (None, 5)],
-        *[("num_prompt_tokens", value) for value in (-1, None, "3", 5)],
         *[("media", value) for value in (None, "aa", [1], [None])],
         ("more", 1),
     ],

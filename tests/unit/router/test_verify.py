@@ -82,23 +82,29 @@ def test_tokens_that_were_not_recorded_are_not_trusted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "configured", "why"),
+    ("held", "configured", "why", "whole"),
     [
-        pytest.param(offer(10, remote_block_ids=[[1, 2, 3], [7]]), None, "uncuttable", id="two groups"),
-        pytest.param(offer(10).without("remote_block_size"), None, "uncuttable", id="block size unknown"),
-        pytest.param(
-            offer(10).without("remote_block_size"), 16, "mismatch", id="less than a block of the size configured"
-        ),
-        pytest.param(offer(10).without("remote_block_size"), SIZE, "offered", id="block size configured"),
+        pytest.param(offer(10, remote_block_ids=[[1, 2, 3], [7]]), None, "uncuttable", True, id="two groups"),
+        pytest.param(offer(10).without("remote_block_size"), None, "uncuttable", True, id="block size unknown"),
+        pytest.param(offer(10).without("remote_block_size"), 16, "mismatch", False, id="block size configured wrongly"),
+        pytest.param(offer(10).without("remote_block_size"), SIZE, "offered", True, id="block size configured"),
     ],
 )
 def test_what_cannot_be_cut_is_used_whole_or_not_at_all(
-    held: KVTransferParams, configured: int | None, why: str
+    held: KVTransferParams, configured: int | None, why: str, whole: bool
 ) -> None:
     edited = ids(*range(1, 9), 99, 99, 99)
     assert verify(held, COMPUTED, edited, least=0, block_size=configured).why == why
-    whole = verify(held, COMPUTED, ids(*range(1, 12), 5), least=0, block_size=configured)
-    assert (whole.why, whole.offer) == ("offered", held)
+    found = verify(held, COMPUTED, ids(*range(1, 12), 5), least=0, block_size=configured)
+    assert found.offer == (held if whole else None)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_offer_whose_counts_do_not_fit_is_not_used(num_blocks: int) -> None:
+    """A reader that trims from the end of a list that is too long would take KV of other positions."""
+    odd = offer(10, remote_block_ids=[list(range(num_blocks))])
+    for prompt in (ids(*range(1, 12), 5), ids(*range(1, 9), 99)):
+        assert verify(odd, COMPUTED, prompt, least=0, block_size=None).offer is None
 
 
 SEQUENCES = st.lists(st.integers(0, 3), max_size=40)

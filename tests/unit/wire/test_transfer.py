@@ -28,7 +28,7 @@ def test_unknown_keys_are_carried_and_absent_ones_stay_absent() -> None:
 
 
 def test_prefill_answer_becomes_a_decode_leg() -> None:
-    leg = KVTransferParams.parse(PREFILL).for_decode([5, 6]).to_json()
+    leg = KVTransferParams.parse(PREFILL).for_decode().with_(prompt_token_ids=[5, 6]).to_json()
     assert leg == {**PREFILL, "prompt_token_ids": [5, 6]}
 
 
