@@ -4,7 +4,7 @@
 
 Two stacks with one prefill and one decode engine each, whose decode engine has `--blocks` blocks. One offers every
 finished chat to a next turn that never comes; soon all its blocks are under leases. The other keeps nothing. Both get
-the same short chats, in small groups by turns, so that the ratios mean something on a noisy machine. A random tiny
+the same short chats, in small groups in random order, so that the ratios mean something on a noisy machine. A random tiny
 model, unless another is given: what is measured is waiting, not computing.
 
 Goals: the p99 of TTFT at most 1.2 times as long with leases, and no block pinned afterwards.
@@ -102,7 +102,7 @@ async def run(model: Path, args: argparse.Namespace) -> list[Arm]:
         running_arm("none", model, args.blocks, offers=False) as none,
         aiohttp.ClientSession() as session,
     ):
-        arms = [leases, none]
+        arms, order = [leases, none], random.Random(0)
         for arm in arms:
             await load(session, arm, [-1 - n for n in range(WARM_UP)], args.concurrency)
         total = args.conversations * args.repeat
@@ -112,7 +112,7 @@ async def run(model: Path, args: argparse.Namespace) -> list[Arm]:
                 arm.groups.append(await load(session, arm, numbers, args.concurrency))
                 held = (await scrape(session, arm.decode_url))[f"{LEASES}_held"]
                 arm.most_held = max(arm.most_held, held)
-            arms.reverse()
+            order.shuffle(arms)
             print(f"{numbers[-1] + 1} of {total} chats", file=sys.stderr, flush=True)
         for arm in (leases, none):
             arm.after = await _settled(session, arm)
@@ -126,6 +126,7 @@ async def _settled(session: aiohttp.ClientSession, arm: Arm) -> Counter[str]:
         metrics = Counter[str]()
         for engine in arm.stack.engines:
             metrics.update(await scrape(session, engine.url))
+        assert PINNED in metrics, f"the engines have no metric {PINNED}"
         if not metrics[PINNED] or asyncio.get_running_loop().time() > deadline:
             return metrics
         await asyncio.sleep(0.1)

@@ -37,7 +37,6 @@ from bench.reference import running_reference
 from bench.stack import running_stack
 from bench.turn_report import Sample, print_report, to_json
 
-OFFERS = {"BACKHAUL_ENGINE_KV_TRANSFER_CONFIG__KV_CONNECTOR_EXTRA_CONFIG__BIDIRECTIONAL_KV_XFER": "true"}
 TEMPLATE_TOKENS = 14
 """About what a user message has besides its words, and an answer's turn besides the answer."""
 LEAST_TOKENS = 8
@@ -203,7 +202,7 @@ def main() -> None:
     if args.turns < 2:
         parser.error("--turns must be at least 2")
     message_tokens(args.turns, args.history, args.answer)
-    with running_stack(*stack_flags(args), env=OFFERS) as facts:
+    with running_stack(*stack_flags(args)) as facts:
         samples = asyncio.run(run(args, facts))
     settings = {**vars(args), "model": facts["model"]}
     del settings["json"]
