@@ -4,8 +4,8 @@
 
 Two stacks with one prefill and one decode engine each, whose decode engine has `--blocks` blocks. One offers every
 finished chat to a next turn that never comes; soon all its blocks are under leases. The other keeps nothing. Both get
-the same short chats, in small groups in random order, so that the ratios mean something on a noisy machine. A random tiny
-model, unless another is given: what is measured is waiting, not computing.
+the same short chats, in small groups in random order, so that the ratios mean something on a noisy machine. A random
+tiny model, unless another is given: what is measured is waiting, not computing.
 
 Goals: the p99 of TTFT at most 1.2 times as long with leases, and no block pinned afterwards.
 """
