@@ -136,6 +136,7 @@ class FakeTransport:
         self._kv_layout = kv_layout
         self.num_handshakes_failed: Counter[str] = Counter()
         self.num_messages_dropped = 0
+        self.failed = False
         self.pulls: list[Pull] = []
         self.releases: list[tuple[Peer, str]] = []
         self.renewals: list[tuple[Peer, tuple[str, ...]]] = []

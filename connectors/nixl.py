@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -219,15 +220,20 @@ class NixlTransport:
 
     def _work(self, agent: NixlAgent, puller: Puller, pause: float) -> None:
         """Wait for an action for `pause` seconds; then do what there is to do."""
-        try:
-            self._actions.get(timeout=pause)()
+        with suppress(Empty):
+            self._act(self._actions.get(timeout=pause))
             while True:
-                self._actions.get_nowait()()
-        except Empty:
-            pass
+                self._act(self._actions.get_nowait())
         for notification in agent.notifications():
             self._notified(notification)
         puller.poll()
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """What one action runs into must not end the others; a pull that is left over meets its deadline."""
+        try:
+            action()
+        except Exception:
+            logger.exception("an action of the transfer thread failed")
 
     def _notified(self, notification: bytes) -> None:
         self.num_notifications += 1

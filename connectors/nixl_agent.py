@@ -8,7 +8,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -41,15 +41,19 @@ class NixlAgent:
 
     def connect(self, info: AgentInfo) -> NixlRemote:
         """Get ready to read a peer's memory. Raises AgentError."""
-        with self.errors():
-            loaded: str | bytes = self._agent.add_remote_agent(info.agent_metadata)
+        try:
+            with self.errors():
+                loaded: str | bytes = self._agent.add_remote_agent(info.agent_metadata)
+        except AgentError:
+            self._drop_half_made(info.agent_name)
+            raise
         name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
         self._num_remotes[name] += 1
         try:
             if name != info.agent_name:
                 raise AgentError("the agent metadata is another agent's")
-            blocks = _blocks(info.base_address, info.num_blocks, info.block_bytes, info.device_id)
             with self.errors():
+                blocks = _blocks(info.base_address, info.num_blocks, info.block_bytes, info.device_id)
                 remote = NixlRemote(self, name, self._agent.prep_xfer_dlist(name, blocks, info.memory))
         except AgentError:
             self._drop(name)
@@ -110,6 +114,12 @@ class NixlAgent:
     def forget(self, remote: NixlRemote) -> None:
         self._remotes.discard(remote)
         self._drop(remote.name)
+
+    def _drop_half_made(self, name: str) -> None:
+        """NIXL may keep what it read of a peer's metadata before it failed, and then refuse the good ones."""
+        if name not in self._num_remotes:
+            with suppress(AgentError), self.errors():
+                self._agent.remove_remote_agent(name)
 
     def _drop(self, name: str) -> None:
         self._num_remotes[name] -= 1

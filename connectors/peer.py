@@ -75,7 +75,8 @@ class AgentInfo(_Answer):
     agent_metadata: Annotated[bytes, BeforeValidator(_decode_base64), Field(min_length=1)]
     """Opaque to all but NIXL."""
     base_address: Annotated[int, Field(ge=1, lt=1 << 63)]
-    num_blocks: Annotated[int, Field(ge=1, lt=1 << 31)]
+    num_blocks: Annotated[int, Field(ge=1, lt=1 << 23)]
+    """Bounded: a reader describes each of them to NIXL."""
     block_bytes: Annotated[int, Field(ge=1, lt=1 << 32)]
     kv_layout: Name
     memory: Literal["DRAM", "VRAM"]

@@ -120,6 +120,10 @@ class Transport(Protocol):
     def renew(self, peer: Peer, remote_request_ids: Sequence[str]) -> None:
         """Heartbeat: these leases are still wanted. Best effort."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it broke down, so that every pull fails and no reader's notification is heard."""
+
     def agent_info(self) -> dict[str, Any]:
         """What `GET /kv/agent` answers: identity, layout fingerprint and how to reach this engine's memory."""
 

@@ -13,7 +13,7 @@ import torch
 from connectors.base import Connector, NullConnector
 from connectors.kv import KVConnector
 from connectors.lease import Leases
-from connectors.transport import TransferEvent
+from connectors.transport import LeasesRenewed, TransferEvent
 from engine.address import advertised_host
 from engine.api.context import KVSide, Serving
 from engine.blocks import BlockPool
@@ -110,7 +110,12 @@ def _kv_side(
         return None
     settings = config.kv_transfer_config.kv_connector_extra_config
     engine_id = str(uuid.uuid4())
-    leases = Leases(claim_seconds=settings.transfer_timeout + CLAIM_MARGIN, on_claim=lambda: transport.wake())
+
+    def on_claim() -> None:
+        transport.wake()
+        inbox.put(LeasesRenewed(()))  # an idle engine must not sleep past the end of the claim
+
+    leases = Leases(claim_seconds=settings.transfer_timeout + CLAIM_MARGIN, on_claim=on_claim)
 
     def emit(event: TransferEvent) -> None:
         metrics.transferred(event)

@@ -65,6 +65,8 @@ class RouterConfig(BaseModel):
     """Largest record of one conversation (about a million tokens); beyond, only its engines are remembered."""
     tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] = "Authorization"
     """Requests that differ in this header never share a conversation."""
+    explain: bool = True
+    """Answer X-Backhaul-Explain: 1. The headers name engines, and tell whether a prompt was in a cache."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
     """Tokens: blocks of the last turn that hold fewer are not offered to the prefill engine; as for the engines."""
     kv_block_size: Positive | None = None

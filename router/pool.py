@@ -36,6 +36,7 @@ class Engine:
         self.in_flight = 0
         self.dispatched = 0
         self.failures = 0
+        self._waits: set[asyncio.Timeout] = set()
         self.doubt = asyncio.Event()
         """Set to have the engine looked at before the next look is due."""
 
@@ -55,6 +56,22 @@ class Engine:
     def is_ours(self, model: str) -> bool:
         """Whether it is a Backhaul engine, which understands more than the engines of others."""
         return self.models.get(model, {}).get("owned_by") == OURS
+
+    @contextmanager
+    def awaited(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Someone waits for it, within this limit, who could as well ask another engine."""
+        self._waits.add(limit)
+        try:
+            yield
+        finally:
+            self._waits.discard(limit)
+
+    def let_down(self) -> None:
+        """It does not answer at all: end those waits now."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._waits:
+            if not limit.expired():
+                limit.reschedule(now)
 
     def turn_to(self, state: State, why: str) -> None:
         if state != self.state:
@@ -97,7 +114,7 @@ class Pool:
         able = [engine for engine in self.engines if engine.state == "ready" and model in engine.models]
         return min(
             able,
-            key=lambda engine: (engine.url not in rather, engine.role != "prefill", engine.in_flight),
+            key=lambda one: (one.failures > 0, one.url not in rather, one.role != "prefill", one.in_flight),
             default=None,
         )
 
@@ -152,6 +169,7 @@ class Pool:
         engine.failures += 1
         if engine.state != "ready" or engine.failures >= FAILURES_UNTIL_DOWN:
             engine.turn_to("down", why)
+            engine.let_down()
 
     def _shortest(self, model: str) -> dict[str, int]:
         lengths = [engine.models[model].get("max_model_len") for engine in self.engines if model in engine.models]

@@ -98,7 +98,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         alone=endpoint.alone(body),
         conversation=identify(scope, name, history),
         media=media_digests(history),
-        explain=request.headers.get("X-Backhaul-Explain") == "1",
+        explain=router.config.explain and request.headers.get("X-Backhaul-Explain") == "1",
         deadline=asyncio.get_running_loop().time() + router.config.turn_timeout,
         report=report,
     )

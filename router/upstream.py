@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from io import BytesIO
 from typing import Any, Final, Literal
 
@@ -74,21 +74,24 @@ class Stream:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Only waiting for the engine is timed, not what the caller does in between."""
         loop = asyncio.get_running_loop()
-        due = self._first_byte
+        due, begun = self._first_byte, False
         while True:
             with self._upstream.faults(self._engine):
-                async with asyncio.timeout_at(due):
-                    chunk = await self._response.content.readany()
+                async with asyncio.timeout_at(due) as limit:
+                    with nullcontext() if begun else self._engine.awaited(limit):
+                        chunk = await self._response.content.readany()
             if not chunk:
                 return
+            begun = True
             yield chunk
             due = min(loop.time() + self._upstream.idle_timeout, self._deadline)
 
     async def whole(self) -> dict[str, Any]:
         """The body as JSON, for an answer that comes in one piece."""
         with self._upstream.faults(self._engine):
-            async with asyncio.timeout_at(self._deadline):
-                return _json_object(self._engine, self._response, await _read(self._engine, self._response))
+            async with asyncio.timeout_at(self._deadline) as limit:
+                with self._engine.awaited(limit):
+                    return _json_object(self._engine, self._response, await _read(self._engine, self._response))
 
     def refusal(self, error: Mapping[str, Any]) -> APIError:
         """The error an engine sent as an event, before anything else, as if it had come with a status."""
@@ -128,8 +131,10 @@ class Upstream:
         started = asyncio.get_running_loop().time()
         due = min(started + self._prefill_timeout, deadline)
         with self._timed(engine), self.faults(engine):
-            async with asyncio.timeout_at(due), self._post(engine, path, body, headers) as response:
-                answer = _json_object(engine, response, await _read(engine, response))
+            async with asyncio.timeout_at(due) as limit:
+                with engine.awaited(limit):
+                    async with self._post(engine, path, body, headers) as response:
+                        answer = _json_object(engine, response, await _read(engine, response))
         answered_at = asyncio.get_running_loop().time()
         return Prefilled(
             engine=engine.url,
@@ -150,8 +155,9 @@ class Upstream:
         with self._timed(engine):
             async with AsyncExitStack() as stack:
                 with self.faults(engine):
-                    async with asyncio.timeout_at(first_byte):
-                        response = await stack.enter_async_context(self._post(engine, path, body, headers))
+                    async with asyncio.timeout_at(first_byte) as limit:
+                        with engine.awaited(limit):
+                            response = await stack.enter_async_context(self._post(engine, path, body, headers))
                 yield Stream(self, engine, response, first_byte, deadline)
                 await _drain(response)
 

@@ -58,6 +58,8 @@ class StubEngine:
     tokenized: list[dict[str, Any]] = field(default_factory=list)
     keep_alive: bool = True
     """Whether a probe leaves a connection for the next request."""
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared: it takes requests and answers none, the one for its models included."""
     leaving: bool = False
     """Told to stop: refuses what is new, as our engine does."""
     connections: set[Any] = field(default_factory=set)
@@ -65,6 +67,7 @@ class StubEngine:
 
     @asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[StubEngine]:
+        self.awake.set()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/kv/release", self._release)
@@ -89,6 +92,7 @@ class StubEngine:
         return [request.body for request in self.seen]
 
     async def _models(self, _: web.Request) -> web.Response:
+        await self.awake.wait()
         if self.leaving:
             return _leaving()
         answer = web.json_response(
@@ -132,6 +136,7 @@ class StubEngine:
         self.seen.append(Seen(request.path, request.headers, body))
         self.connections.add(request.transport)
         try:
+            await self.awake.wait()
             if self.leaving:
                 return _leaving()
             if self.scripts:

@@ -126,7 +126,10 @@ class Worker:
         """Raises APIError 503 unless new requests are taken."""
         if self.draining or self.failed:
             raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
-        return self.require_serving()
+        serving = self.require_serving()
+        if serving.kv is not None and serving.kv.transport.failed:
+            raise unavailable("this engine can no longer exchange KV and must be restarted", retry_after=5)
+        return serving
 
 
 WORKER = web.AppKey("worker", Worker)

@@ -47,7 +47,7 @@ async def agent(request: web.Request) -> web.Response:
 async def claim(request: web.Request) -> web.Response:
     """Leave to read a finished request's blocks, for a while."""
     body = parse(ClaimBody, await read_json(request))
-    _, kv = _kv_side(request, body.engine_id)
+    serving, kv = _kv_side(request, body.engine_id)
     answer = kv.leases.claim(body.request_id)
     if isinstance(answer, ClaimRefused):
         raise APIError(
@@ -57,6 +57,11 @@ async def claim(request: web.Request) -> web.Response:
             param="request_id",
             code=f"lease_{answer.reason}",
         )
+    if request.transport is None or request.transport.is_closing():
+        # Its sender has given up, and would not give it back.
+        if kv.leases.cancel(body.request_id, answer.claim_id):
+            serving.inbox.put(LeaseReleased(body.request_id))
+        raise ConnectionResetError("the reader has left")
     return json_response(
         {
             "valid_for": answer.valid_for,

@@ -21,6 +21,10 @@ async def tokenize(request: web.Request) -> web.Response:
     """
     raw = await read_json(request)
     serving = request.app[WORKER].require_serving()
+    known = raw.get("known_token_ids")
+    if isinstance(known, list) and len(known) > serving.max_model_len:
+        where = "known_token_ids"
+        raise bad_request(f"{where}: at most {serving.max_model_len}, as many as the context holds", param=where)
     large = is_large(request)
     body: TokenizeChat | TokenizeText
     if "messages" in raw:

@@ -164,6 +164,20 @@ def test_a_pull_meets_its_blocks_revocation_in_any_order(tls: str | None) -> Non
     assert min(outcomes.values()) > 0, outcomes
 
 
+def test_what_one_action_runs_into_does_not_end_the_transfer_thread(
+    owner: OwnerProcess, reader: KVEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks() -> None:
+        raise MemoryError("as much as a peer says it has")
+
+    assert reader.transport._do(breaks)
+    owner.hold("after", [1, 2])
+    reader.pull(owner.peer, "after", [3, 4], [1, 2])
+    assert done(reader.event()).request_id == "after"
+    assert not reader.transport.failed
+    assert "MemoryError" in caplog.text
+
+
 def test_releases_and_heartbeats_go_by_http(owner: OwnerProcess, reader: KVEngine) -> None:
     owner.hold("heartbeat", [1], duration=0.5)
     owner.hold("unread", [2])

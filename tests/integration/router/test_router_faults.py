@@ -615,3 +615,41 @@ async def test_counters_are_exact_after_a_storm(four: Any, caplog: pytest.LogCap
 async def _each(work: Any, numbers: Any) -> None:
     for number in numbers:
         await work(number)
+
+
+@pytest.mark.parametrize(("role", "stream"), [("prefill", False), ("decode", False), ("decode", True)])
+async def test_turn_does_not_wait_for_an_engine_that_hangs(redis_url: str, role: str, stream: bool) -> None:
+    """It takes connections and answers nothing: once probes have told, what waits for it goes elsewhere."""
+    async with AsyncExitStack() as stack:
+        p1, p2, d1, d2 = [
+            await stack.enter_async_context(StubEngine(kind).running())
+            for kind in ("prefill", "prefill", "decode", "decode")
+        ]
+        front = await stack.enter_async_context(
+            router_over([p1, p2], [d1, d2], redis_url, probe_interval=0.05, probe_timeout=0.1)
+        )
+        ill, well = (p1, p2) if role == "prefill" else (d1, d2)
+        ill.awake.clear()
+        well_dispatched = front.router.pool.get("prefill" if role == "prefill" else "decode", well.url)
+        well_dispatched.dispatched += 10  # so that the ill one is chosen
+        answer = await asyncio.wait_for(front.post({**CHAT, "stream": stream}, headers=EXPLAIN), 10)
+        assert answer.status == 200
+        assert (answer.explain["attempts"], answer.explain[role]) == (2, well.url)
+        ill.awake.set()
+        await until(lambda: front.router.pool.get(ill.role, ill.url).state == "ready", "it is back")
+
+
+async def test_engine_that_is_told_to_leave_may_finish_what_it_has(front: Front, p: StubEngine, d: StubEngine) -> None:
+    leave = asyncio.Event()
+
+    async def finish(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await leave.wait()
+        return web.json_response(d.whole(body))
+
+    d.scripts.append(finish)
+    answering = asyncio.create_task(front.post(CHAT))
+    await until(lambda: d.seen, "the decode leg has arrived")
+    front.router.pool.gone(front.router.pool.get("decode", d.url), "shutting down")
+    await asyncio.sleep(0)
+    leave.set()
+    assert (await answering).status == 200

@@ -203,7 +203,7 @@ BAD_INFOS: list[dict[str, Any]] = [
     {"base_address": 1 << 63},
     {"base_address": "4096"},
     {"num_blocks": 0},
-    {"num_blocks": 1 << 31},
+    {"num_blocks": 1 << 23},
     {"block_bytes": 0},
     {"block_bytes": 1.5},
     {"kv_layout": None},

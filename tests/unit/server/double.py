@@ -56,6 +56,7 @@ _TOKENS = vocabulary()[0]
 
 class RecordingTransport:
     def __init__(self) -> None:
+        self.failed = False
         self.released: list[tuple[Peer, str]] = []
 
     def pull(self, pull: Pull) -> None:

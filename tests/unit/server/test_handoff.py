@@ -407,3 +407,12 @@ async def test_refused_claim_says_why(decode: Stage) -> None:
     assert decode.leases.revoke_oldest() is not None
     assert await code() == "lease_revoked"
     assert await decode.post("/kv/release", names) == (200, {"released": False})
+
+
+async def test_engine_that_cannot_exchange_kv_any_more_takes_itself_out(prefill: Stage) -> None:
+    assert (await prefill.session.get("/health")).status == 200
+    prefill.transport.failed = True
+    for path in ("/health", "/v1/models"):
+        assert (await prefill.session.get(path)).status == 503
+    status, answer = await prefill.chat(kv_transfer_params=HOLD)
+    assert (status, "restarted" in answer["error"]["message"]) == (503, True)

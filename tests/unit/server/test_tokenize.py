@@ -11,7 +11,7 @@ import pytest
 from engine.api import tokens as tokens_api
 from engine.api.context import LONG_TEXT
 from tests.tiny import IM_END, VOCAB_SIZE
-from tests.unit.server.double import Stage, byte_ids
+from tests.unit.server.double import MAX_MODEL_LEN, Stage, byte_ids
 
 SHOWS_ALL = """\
 {% for message in messages %}[{{ message.role }}|{{ message.content }}|{{ message.tool_calls | tojson \
@@ -156,12 +156,17 @@ async def test_known_ids_that_are_none_are_refused_by_name(stage: Stage, form: d
     assert stage.tokenizer.calls == 0
 
 
+async def test_more_known_ids_than_the_context_holds_are_refused_unread(stage: Stage) -> None:
+    status, answer = await stage.post("/tokenize", {"prompt": "hi", "known_token_ids": ["?"] * (MAX_MODEL_LEN + 1)})
+    assert (status, answer["error"]["param"]) == (400, "known_token_ids")
+
+
 @pytest.mark.parametrize("ids", [None, []])
 async def test_no_known_ids_change_nothing(stage: Stage, ids: object) -> None:
     assert await tokens(stage, {"prompt": "hi", "known_token_ids": ids}) == byte_ids("hi")
 
 
-async def test_long_prompts_are_spliced_alike_in_a_thread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompts_are_spliced_alike_in_a_thread(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large: list[bool] = []
     offload = tokens_api.offload
 
@@ -171,8 +176,9 @@ async def test_long_prompts_are_spliced_alike_in_a_thread(stage: Stage, monkeypa
         return await offload(large_, function, *args, **kwargs)
 
     monkeypatch.setattr(tokens_api, "offload", recorded)
-    for times in (1, LONG_TEXT // len(ODD) + 1):
-        text = " hello the" * times
-        _, answer = await stage.post("/tokenize", {"prompt": text, "known_token_ids": ODD * times})
-        assert answer["tokens"] == ODD * times
+    async with Stage(tiny_model, max_model_len=2 * LONG_TEXT) as stage:
+        for times in (1, LONG_TEXT // len(ODD) + 1):
+            text = " hello the" * times
+            _, answer = await stage.post("/tokenize", {"prompt": text, "known_token_ids": ODD * times})
+            assert answer["tokens"] == ODD * times
     assert large == [False, True]
