@@ -11,7 +11,7 @@ import pytest
 from engine.api import tokens as tokens_api
 from engine.api.context import LONG_TEXT
 from tests.tiny import IM_END, VOCAB_SIZE
-from tests.unit.server.double import MAX_MODEL_LEN, Stage, byte_ids
+from tests.unit.server.double import Stage, byte_ids
 
 SHOWS_ALL = """\
 {% for message in messages %}[{{ message.role }}|{{ message.content }}|{{ message.tool_calls | tojson \
@@ -157,7 +157,7 @@ async def test_known_ids_that_are_none_are_refused_by_name(stage: Stage, form: d
 
 
 async def test_more_known_ids_than_the_context_holds_are_refused_unread(stage: Stage) -> None:
-    status, answer = await stage.post("/tokenize", {"prompt": "hi", "known_token_ids": ["?"] * (MAX_MODEL_LEN + 1)})
+    status, answer = await stage.post("/tokenize", {"prompt": "hi", "known_token_ids": ["?"] * 2001})
     assert (status, answer["error"]["param"]) == (400, "known_token_ids")
 
 
