@@ -48,6 +48,11 @@ async def d() -> AsyncIterator[StubEngine]:
         yield engine
 
 
+async def complains(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    error = {"message": "bad blocks", "param": "kv_transfer_params.remote_block_ids", "code": 400}
+    return web.json_response({"error": error}, status=400)
+
+
 @asynccontextmanager
 async def after_first_turn(
     p: StubEngine, d: StubEngine, redis: str, *, prefill: list[StubEngine | str] | None = None, **settings: Any
@@ -247,10 +252,6 @@ async def test_prefill_engine_that_hangs_up_is_replaced_and_the_blocks_are_let_g
 async def test_params_the_prefill_engine_does_not_understand_are_not_the_clients_fault(
     p: StubEngine, d: StubEngine, redis_url: str
 ) -> None:
-    async def complains(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        error = {"message": "bad blocks", "param": "kv_transfer_params.remote_block_ids", "code": 400}
-        return web.json_response({"error": error}, status=400)
-
     async with after_first_turn(p, d, redis_url) as front:
         p.scripts.append(complains)
         answer = await front.post(chat(TURN_2), headers=EXPLAIN)
@@ -508,10 +509,6 @@ async def test_pull_is_told_though_another_decode_engine_had_to_step_in(p: StubE
 async def test_decode_engine_that_refuses_the_blocks_is_not_the_clients_fault(
     p: StubEngine, d: StubEngine, redis_url: str
 ) -> None:
-    async def complains(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        error = {"message": "bad blocks", "param": "kv_transfer_params.remote_block_ids", "code": 400}
-        return web.json_response({"error": error}, status=400)
-
     async with (
         StubEngine("decode", tokenizes=True).running() as d2,
         router_over([p], [d, d2], redis_url, **SETTINGS) as front,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +29,6 @@ HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
 ALONE = KVTransferParams.for_decode_alone().to_json()
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPTS: dict[str, dict[str, Any]] = {CHAT: MESSAGES, COMPLETIONS: {"prompt": "hi"}}
-
-
-@pytest.fixture
-async def stage(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def prefill(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model, role="prefill", kv=True) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def decode(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model, role="decode", kv=True) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def both(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model, role="both", kv=True) as stage:
-        yield stage
 
 
 def offered(num_tokens: int, **changes: Any) -> dict[str, Any]:

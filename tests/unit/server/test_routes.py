@@ -7,7 +7,6 @@ import gzip
 import io
 import logging
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +33,6 @@ from tests.unit.server.double import (
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 OWNER = (Peer("the-prefill-engine", "10.0.0.1", 8100), "chatcmpl-p")
-
-
-@pytest.fixture
-async def stage(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def decode(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model, role="decode", kv=True) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def prefill(tiny_model: Path) -> AsyncIterator[Stage]:
-    async with Stage(tiny_model, role="prefill", kv=True) as stage:
-        yield stage
 
 
 def text_of(events: list[Any]) -> str:
