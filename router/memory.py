@@ -2,7 +2,7 @@
 
 The last turn's decode engine has offered its blocks; the offer is one of three things at any time: *in hand* here,
 given to a prefill engine (which pulls or releases), or back in the store. However the turn ends, it ends in one of the
-last two, or the blocks are released: nothing is left to wait for the end of its lease.
+last two, or the blocks are released. Only what dies with this process, or with Redis, waits for the end of its lease.
 """
 
 from __future__ import annotations
