@@ -18,6 +18,7 @@ from backhaul.display import Display
 from backhaul.errors import CommandError
 from backhaul.processes import Child, ChildDied
 from backhaul.valkey import Store, start_valkey
+from connectors.wire.seal import new_key
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ class Stack:
         self._logs = logs
         self._stop = stop
         self._log_level = log_level
+        self._seal_key = new_key()
         self._children: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._starting: dict[str, Path] = {}
@@ -148,7 +150,8 @@ class Stack:
     async def _start_engine(self, spec: EngineSpec, display: Display) -> RunningEngine:
         flags = ["--role", spec.role, "--host", _LOOPBACK, "--port", "0", *spec.flags]
         part = display.part(spec.name, "loading the model")
-        child, facts = await self._start_part(spec.name, "engine", flags)
+        env = {"BACKHAUL_ENGINE_SEAL_KEY": self._seal_key}
+        child, facts = await self._start_part(spec.name, "engine", flags, env)
         part.ready(facts["url"])
         return RunningEngine(facts["url"], spec.role, child.pid, facts["model"])
 
@@ -159,7 +162,10 @@ class Stack:
         pools = [text for engine in engines for text in (f"--{engine.role}", engine.url)]
         # The URL holds the store's password: in the environment, where other users cannot read it.
         child, facts = await self._start_part(
-            "router", "router", ["--drain-delay", "0", *flags, *pools], {"BACKHAUL_ROUTER_REDIS": store.url}
+            "router",
+            "router",
+            ["--drain-delay", "0", *flags, *pools],
+            {"BACKHAUL_ROUTER_REDIS": store.url, "BACKHAUL_ROUTER_SEAL_KEY": self._seal_key},
         )
         url: str = facts["url"]
         while True:

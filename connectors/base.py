@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from connectors.transport import TransferEvent
-from connectors.wire.transfer import KVTransferParams
+from connectors.wire.transfer import ECTransferParams, KVTransferParams
 
 
 class TransferRequest(Protocol):
@@ -23,6 +23,8 @@ class TransferRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def kv_transfer_params(self) -> KVTransferParams | None: ...
+    @property
+    def ec_transfer_params(self) -> ECTransferParams | None: ...
     @property
     def block_ids(self) -> Sequence[int]: ...
     @property
@@ -130,6 +132,21 @@ class Connector(Protocol):
         sleep."""
 
     def close(self) -> None: ...
+
+
+class ECConnector(Protocol):
+    """Scheduler-side hooks by which encoder output comes from, and stays for, other engines."""
+
+    def request_finished(self, request: TransferRequest) -> ECTransferParams | None:
+        """The request ended, its encoder output still in the cache. Returns the params for the answer. Called after
+        the KV connector's hook and before anything of the request is freed."""
+
+
+class NullECConnector:
+    """An engine that encodes nothing for others."""
+
+    def request_finished(self, request: TransferRequest) -> ECTransferParams | None:
+        return None
 
 
 class NullConnector:

@@ -14,7 +14,8 @@ from connectors.base import Connector, NullConnector
 from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import LeasesRenewed, TransferEvent
-from engine.address import advertised_host
+from connectors.wire.seal import SealKeys
+from engine.address import advertised_host, is_loopback
 from engine.api.context import KVSide, Serving
 from engine.blocks import BlockPool
 from engine.client import EngineClient
@@ -49,6 +50,12 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
     Raises ModelError or StartError.
     """
     started = time.monotonic()
+    try:
+        seals = SealKeys.from_settings(config.seal_key, config.seal_key_file)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    if seals is None and config.kv_transfer_enabled and not is_loopback(config.host):
+        logger.warning("no seal_key: who reaches this engine may name other engines' memory and bypass its template")
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     torch.set_num_threads(choose_threads(config))
@@ -83,6 +90,7 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
         block_size=config.block_size,
         model_fingerprint=model.fingerprint,
         kv=kv,
+        seals=seals,
     )
     logger.info(
         "engine ready",

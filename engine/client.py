@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
@@ -47,22 +46,29 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._open)
 
-    def submit(self, requests: Sequence[Request]) -> Outputs:
-        """Hand requests to the engine, all or none; use as `async with client.submit([...]) as outputs`.
+    def submit(self, requests: Sequence[Request], later: Sequence[Request] = ()) -> Outputs:
+        """Hand requests to the engine, all or none; use as `async with client.submit([...]) as outputs`. `later` are
+        those that the caller will `start`, for which room is kept.
 
         Raises APIError 503 if there is no room for them.
         """
         if self._failure is not None:
             raise APIError(500, self._failure, type="InternalServerError")
-        if len(self._open) + len(requests) > self.capacity:
+        if len(self._open) + len(requests) + len(later) > self.capacity:
             raise unavailable(f"the queue is full: {len(self._open)} requests wait or run; try again later")
-        outputs = Outputs(self, requests)
-        for request in requests:
+        outputs = Outputs(self, [*requests, *later])
+        for request in (*requests, *later):
             self._open[request.request_id] = (request, outputs)
             self._observer.submitted(request)
+        for request in requests:
             self._inbox.put(Submit(request))
         self._idle.clear()
         return outputs
+
+    def start(self, request: Request) -> None:
+        """Hand over a request for which `submit` kept room."""
+        if request.request_id in self._open:
+            self._inbox.put(Submit(request))
 
     def stop(self, request_id: str, num_output_tokens: int) -> None:
         """A stop string was found: end the request with this many output tokens. Its last output still comes."""
@@ -162,6 +168,6 @@ class Outputs:
     def put(self, output: Output) -> None:
         earlier = self._pending.get(output.request_id)
         if earlier is not None:
-            output = replace(output, token_ids=[*earlier.token_ids, *output.token_ids])
+            output = output.after(earlier)
         self._pending[output.request_id] = output
         self._arrived.set()

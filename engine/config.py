@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -84,6 +84,11 @@ class EngineConfig(_Settings):
     chat_template: Path | None = None
     """Jinja file to use instead of the model's chat template."""
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
+    seal_key: SecretStr | None = None
+    """Secret of router and engines, at least 16 characters: transfer params count only if sealed with it. Give it
+    in the environment or a file, where other users cannot see it."""
+    seal_key_file: Path | None = None
+    """File with that secret, in place of seal_key; with several, one per line: the first seals, each opens."""
     drain_timeout: Seconds = 30.0
     """Seconds running requests get to end after SIGTERM."""
     json_file: Path | None = None

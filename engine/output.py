@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.detokenizer import IncrementalDecoder
+from engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Delta:
     text: str
     token_ids: list[int]
     """The tokens that count: with a stop string, those up to the one that completed it."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Of token_ids, if asked for."""
     stop_string: str | None = None
     """The stop string that ended the answer."""
 
@@ -51,14 +54,14 @@ class OutputText:
             hidden = hide_last and position == len(token_ids) - 1
             if not hidden and (stop := self._add(self._decoder.step([token_id]), shown)) is not None:
                 self.ended = True
-                return Delta("".join(shown), list(token_ids[: position + 1]), stop)
+                return Delta("".join(shown), list(token_ids[: position + 1]), stop_string=stop)
         stop = None
         if last:
             self.ended = True
             stop = self._add(self._decoder.flush(), shown)
             if stop is None:
                 shown.append(self._held)
-        return Delta("".join(shown), list(token_ids), stop)
+        return Delta("".join(shown), list(token_ids), stop_string=stop)
 
     def _add(self, text: str, shown: list[str]) -> str | None:
         """Move what is safe of `text` to `shown`; returns the stop string it completes, if any."""

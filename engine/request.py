@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from connectors.wire.transfer import KVTransferParams
+from connectors.wire.transfer import ECTransferParams, KVTransferParams
 from engine.hashing import hash_block
 
 
@@ -31,6 +32,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     skip_special_tokens: bool = True
+    extra_args: Mapping[str, object] = field(default_factory=dict)
+    """What a request carries for others than the sampler; the transfer params travel here, parsed, under their names
+    on the wire."""
 
 
 class RequestStatus(enum.Enum):
@@ -72,7 +76,6 @@ class Request:
     block_size: int
     hash_seed: bytes
     """Root of the block-hash chain: model fingerprint and cache salt."""
-    kv_transfer_params: KVTransferParams | None = None
     arrival_time: float = field(default_factory=time.monotonic)
 
     status: RequestStatus = RequestStatus.WAITING
@@ -93,6 +96,16 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.update_hashes()
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        params = self.sampling.extra_args.get("kv_transfer_params")
+        return params if isinstance(params, KVTransferParams) else None
+
+    @property
+    def ec_transfer_params(self) -> ECTransferParams | None:
+        params = self.sampling.extra_args.get("ec_transfer_params")
+        return params if isinstance(params, ECTransferParams) else None
 
     @property
     def num_prompt_tokens(self) -> int:

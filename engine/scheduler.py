@@ -23,9 +23,11 @@ from connectors.base import (
     BlocksReleased,
     Connector,
     ConnectorOutcome,
+    ECConnector,
     Hold,
     Loaded,
     LoadFailed,
+    NullECConnector,
 )
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
@@ -47,6 +49,7 @@ class Scheduler:
         max_model_len: int,
         pool: BlockPool,
         connector: Connector,
+        ec_connector: ECConnector | None = None,
         enable_prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,6 +58,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pool = pool
         self.connector = connector
+        self.ec_connector = ec_connector or NullECConnector()
         self.enable_prefix_caching = enable_prefix_caching
         self._clock = clock
 
@@ -403,6 +407,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         hold, params = self.connector.request_finished(request)
+        ec_params = self.ec_connector.request_finished(request)
         if hold is Hold.REVOCABLE:
             self.pool.idle(request.block_ids)
         elif hold is Hold.NOTHING and request.request_id not in self.loading:
@@ -415,6 +420,7 @@ class Scheduler:
                 finish_reason=status.value,
                 stop_token_id=stop_token_id,
                 kv_transfer_params=params,
+                ec_transfer_params=ec_params,
                 num_cached_tokens=request.num_cached_tokens,
                 num_external_tokens=request.num_external_tokens,
                 error=error,

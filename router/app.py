@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from connectors.wire.openai import APIError, error_body
+from connectors.wire.seal import SealKeys
 from router import admin, jsontext
 from router.api import models
 from router.api.chat import Chat
@@ -40,6 +41,8 @@ log = logging.getLogger("router")
 
 
 def build_app(config: RouterConfig) -> web.Application:
+    """Raises ValueError for settings that only now turn out to be wrong."""
+    seals = SealKeys.from_settings(config.seal_key, config.seal_key_file)
     app = web.Application(middlewares=[errors], client_max_size=config.max_body_bytes)
     for endpoint in ENDPOINTS:
         app.router.add_post(endpoint.path, turn_handler(endpoint))
@@ -49,7 +52,7 @@ def build_app(config: RouterConfig) -> web.Application:
     app.router.add_get("/ready", admin.ready)
     app.router.add_get("/metrics", admin.metrics)
     app.on_response_prepare.append(finish_headers)
-    app.cleanup_ctx.append(lambda app: parts(app, config))
+    app.cleanup_ctx.append(lambda app: parts(app, config, seals))
     return app
 
 
@@ -60,7 +63,7 @@ def turn_handler(endpoint: Endpoint) -> Handler:
     return handle
 
 
-async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[None]:
+async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | None) -> AsyncIterator[None]:
     """Everything with a life of its own: started before the first request, ended after the last."""
     metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
     store = Store(config.redis, timeout=config.redis_timeout, max_record_bytes=config.max_record_bytes, metrics=metrics)
@@ -81,6 +84,7 @@ async def parts(app: web.Application, config: RouterConfig) -> AsyncIterator[Non
             first_byte_timeout=config.first_byte_timeout,
             idle_timeout=config.idle_timeout,
             tokenize_timeout=config.tokenize_timeout,
+            seals=seals,
         )
         sweeper = Sweeper(store, upstream.release)
         router = app[ROUTER] = Router(config, metrics, pool, upstream, store, sweeper, break_even)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -65,6 +65,15 @@ class RouterConfig(BaseModel):
     """Largest record of one conversation (about a million tokens); beyond, only its engines are remembered."""
     tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] = "Authorization"
     """Requests that differ in this header never share a conversation."""
+    seal_key: SecretStr | None = None
+    """Secret of router and engines, at least 16 characters: transfer params count only if sealed with it. Give it
+    in the environment or a file, where other users cannot see it."""
+    seal_key_file: Path | None = None
+    """File with that secret, in place of seal_key; with several, one per line: the first seals, each opens."""
+    client_transfer_params: Literal["drop", "refuse"] = "drop"
+    """What clients write that only router and engines may say to each other: leave it out, or answer 400."""
+    expose_transfer_params: bool = False
+    """For debugging: leave in the answers what engines tell the router only. It names their memory and addresses."""
     explain: bool = True
     """Answer X-Backhaul-Explain: 1. The headers name engines, and tell whether a prompt was in a cache."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64

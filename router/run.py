@@ -42,8 +42,12 @@ def make_runner(config: RouterConfig) -> web.AppRunner:
 
 
 async def serve(config: RouterConfig) -> int:
+    try:
+        runner = make_runner(config)
+    except ValueError as error:
+        print(f"backhaul router: {error}", file=sys.stderr)
+        return 1
     stop = _Signals()
-    runner = make_runner(config)
     await runner.setup()
     try:
         site = web.TCPSite(runner, config.host, config.port, reuse_address=True)

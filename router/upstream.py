@@ -18,9 +18,10 @@ import aiohttp
 from yarl import URL
 
 from connectors.wire.openai import APIError
+from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
-from router.api.legs import Body, Prefilled
+from router.api.legs import TRANSFER_KEYS, Body, Prefilled
 from router.metrics import Metrics
 from router.pool import Engine, Pool
 from router.reuse import Sent
@@ -115,6 +116,7 @@ class Upstream:
         first_byte_timeout: float,
         idle_timeout: float,
         tokenize_timeout: float,
+        seals: SealKeys | None = None,
     ) -> None:
         self._session = session
         self._pool = pool
@@ -123,6 +125,7 @@ class Upstream:
         self._first_byte_timeout = first_byte_timeout
         self.idle_timeout = idle_timeout
         self._tokenize_timeout = tokenize_timeout
+        self._seals = seals
 
     async def prefill(
         self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
@@ -192,6 +195,8 @@ class Upstream:
         self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         sent = Sent()
+        if self._seals is not None and any(key in body for key in TRANSFER_KEYS):
+            headers = {**headers, SEAL_HEADER: self._seals.seal(path, body)}
         try:
             response = await self._session.post(
                 engine.url + path, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent

@@ -111,11 +111,16 @@ def make_request(
     return Request(
         request_id=request_id or f"r{next(_ids)}",
         prompt_token_ids=list(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, **sampling),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=ignore_eos,
+            extra_args={} if params is None else {"kv_transfer_params": params},
+            **sampling,
+        ),
         eos_token_ids=frozenset({EOS}),
         block_size=block_size,
         hash_seed=hash_seed,
-        kv_transfer_params=params,
         arrival_time=0.0,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from aiohttp import web
 
 from connectors.transport import Peer
 from connectors.wire.openai import bad_request
-from connectors.wire.transfer import ECTransferParams, KVTransferParams, WireError
+from connectors.wire.transfer import KVTransferParams, WireError
 from engine.api.context import WORKER, Serving
 from engine.api.offload import LARGE_BODY, offload
+from engine.api.transfer import KV, read_transfer, trusted_params
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 _DEBT = web.RequestKey("debt", object)
 """The raw kv_transfer_params of a body whose request the engine has not taken over."""
-_IDS = "prompt_token_ids"
 _OWNER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _SIZE = web.RequestKey("size", int)
 MAX_REQUEST_ID_LENGTH = 128
@@ -48,10 +48,10 @@ class Call:
     body: dict[str, Any]
     request_id: str
     """The client's X-Request-Id, or one made up."""
-    kv_transfer_params: KVTransferParams | None
-    """What the engine gets: with one of the flags set, or to offer its blocks; never with prompt_token_ids."""
+    extra_args: Mapping[str, object]
+    """For the engine: the transfer params, parsed and never with prompt_token_ids, and what else came with them."""
     prompt_token_ids: list[int] | None
-    """Ids that the router knows for this prompt, in the vocabulary; only with one of the flags set."""
+    """Ids that the router knows for this prompt, in the vocabulary; only as part of a hand-off or an offer."""
 
     def engine_id(self, prefix: str, index: int = 0) -> str:
         """A request id no other request of this engine has, even if a client repeats its own."""
@@ -63,9 +63,16 @@ class Call:
         params = self.kv_transfer_params
         return params is not None and bool(params.do_remote_prefill or params.do_remote_decode)
 
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        params = self.extra_args.get(KV)
+        return params if isinstance(params, KVTransferParams) else None
+
     def without_offer(self) -> Call:
         """For what has no one prompt and one answer whose blocks could be offered."""
-        return self if self.part_of_handoff else replace(self, kv_transfer_params=None)
+        if self.part_of_handoff:
+            return self
+        return replace(self, extra_args={name: value for name, value in self.extra_args.items() if name != KV})
 
     @property
     def large(self) -> bool:
@@ -80,16 +87,18 @@ class Call:
 async def read_call(request: web.Request) -> Call:
     """Read and check what all generating endpoints share. Raises APIError."""
     body = await read_json(request)
-    request[_DEBT] = body.get("kv_transfer_params")
     worker = request.app[WORKER]
-    serving = worker.require_accepting()
+    serving = worker.require_serving()
+    raw = trusted_params(request, body, serving)
+    request[_DEBT] = raw.get(KV)
+    worker.require_accepting()
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_request("model: a string expected", param="model")
     serving.check_model(model)
     may_offer = serving.kv is not None and worker.config.role != "prefill"
-    params, prompt_token_ids = await offload(is_large(request), _transfer_params, body, serving, may_offer)
-    return Call(request, serving, body, request[REQUEST_ID], params, prompt_token_ids)
+    transfer = await offload(is_large(request), read_transfer, raw, serving, may_offer=may_offer)
+    return Call(request, serving, body, request[REQUEST_ID], transfer.extra_args, transfer.prompt_token_ids)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
@@ -171,45 +180,6 @@ def _owner(raw: object) -> tuple[Peer, str] | None:
         return None
     engine_id, request_id, host, port = (getattr(params, key) for key in _OWNER_KEYS)
     return (Peer(engine_id, host, port), request_id) if engine_id and request_id and host and port else None
-
-
-def _transfer_params(
-    body: dict[str, Any], serving: Serving, may_offer: bool
-) -> tuple[KVTransferParams | None, list[int] | None]:
-    raw = body.get("kv_transfer_params")
-    try:
-        if body.get("ec_transfer_params") is not None:
-            ECTransferParams.parse(body["ec_transfer_params"])
-        if raw is None or raw == {}:
-            return None, None
-        params = KVTransferParams.parse(_without_ids(raw))
-        alone = not (params.do_remote_prefill or params.do_remote_decode)
-        if alone and not (params.offer_blocks and may_offer):
-            return None, None  # ids are not for clients: they would be a way around the chat template
-        ids = _prompt_ids(raw.get(_IDS), serving.vocab_size)
-        if alone:
-            return KVTransferParams.for_decode_alone(max_prefill_tokens=params.max_prefill_tokens), ids
-        if serving.kv is None:
-            raise WireError("kv_transfer_params", "this engine runs without a KV connector; start it with --role")
-        serving.kv.connector.check(params)
-    except WireError as error:
-        raise bad_request(str(error), param=error.param) from None
-    return params, ids
-
-
-def _without_ids(raw: object) -> object:
-    return {key: value for key, value in raw.items() if key != _IDS} if isinstance(raw, dict) else raw
-
-
-def _prompt_ids(value: object, vocab_size: int) -> list[int] | None:
-    if value is None:
-        return None
-    where = f"kv_transfer_params.{_IDS}"
-    if not isinstance(value, list) or set(map(type, value)) != {int} or min(value) < 0:
-        raise WireError(where, "a list of token ids expected, with at least one")
-    if max(value) >= vocab_size:
-        raise WireError(where, f"token id {max(value)} is out of vocabulary, ids end at {vocab_size - 1}")
-    return value
 
 
 def _json_type(value: object) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
+from engine.api.bodies.chat import ChatBody, ChatPrompt, parse_chat
 from engine.api.call import Call, read_call
 from engine.api.context import Serving
-from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.generation import DONE, Choice, Generation, Json, frame, make_requests
 from engine.api.offload import offload
-from engine.api.protocol import ChatBody, ChatPrompt, parse_chat
 from engine.chat_template import ChatTemplateError
 from engine.output import Delta
 from engine.tokenizer import Tokenizer
@@ -27,9 +27,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
     body = await offload(call.large, parse_chat, call.body)
     prompt = call.serving.check_prompt(await _prompt_ids(call, body), "messages")
-    engine_request = make_request(call, body, prompt, call.engine_id("chatcmpl"))
+    requests = make_requests(call, body, body, prompt, call.engine_id("chatcmpl"))
     shape = ChatShape(f"chatcmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
-    return await Generation(call, body, [engine_request], shape).respond()
+    return await Generation(call, body, [requests], shape).respond()
 
 
 async def render(serving: Serving, body: ChatPrompt, *, add_special_tokens: bool, large: bool) -> list[int]:
@@ -73,15 +73,21 @@ class ChatShape:
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = "chat"
 
-    def opening(self, choice: Choice) -> Json:
+    @property
+    def end(self) -> bytes:
+        return DONE
+
+    def opening(self, choice: Choice) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         chunk = self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
         if self.return_token_ids:
             chunk["prompt_token_ids"] = choice.request.prompt_token_ids
             chunk["num_cached_tokens"] = choice.num_reused_tokens
-        return chunk
+        return [chunk]
 
-    def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
+    def events(self, choice: Choice, delta: Delta) -> list[Json]:
+        if not (delta.text or choice.finish_reason or (self.return_token_ids and delta.token_ids)):
+            return []
         entry: Json = {
             "index": choice.index,
             "delta": {"content": delta.text} if delta.text else {},
@@ -92,26 +98,33 @@ class ChatShape:
             entry["stop_reason"] = choice.stop_reason
         if self.return_token_ids:
             entry["token_ids"] = delta.token_ids
-        return self._chunk([entry]) | choice.kv_json
+        return [self._chunk([entry]) | choice.params_json]
 
-    def usage_chunk(self, usage: Json) -> Json:
-        return self._chunk([]) | {"usage": usage}
+    def closing(self, choices: Sequence[Choice], usage: Json, *, include_usage: bool) -> list[Json]:
+        return [self._chunk([]) | {"usage": usage}] if include_usage else []
+
+    def frame(self, event: Json) -> bytes:
+        return frame(event)
+
+    def error(self, body: Json) -> bytes:
+        return frame(body)
 
     def answer(self, choices: Sequence[Choice], usage: Json) -> Json:
-        (choice,) = choices
+        ids = {"prompt_token_ids": choices[0].request.prompt_token_ids} if self.return_token_ids else {}
+        whole = {**self._head("chat.completion"), "choices": [self._entry(choice) for choice in choices]}
+        return whole | {"usage": usage} | ids | choices[0].params_json
+
+    def _entry(self, choice: Choice) -> Json:
         entry: Json = {
-            "index": 0,
+            "index": choice.index,
             "message": {"role": "assistant", "content": choice.text},
             "logprobs": None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        ids: Json = {}
         if self.return_token_ids:
             entry["token_ids"] = choice.token_ids
-            ids["prompt_token_ids"] = choice.request.prompt_token_ids
-        whole = {**self._head("chat.completion"), "choices": [entry], "usage": usage}
-        return whole | ids | choice.kv_json
+        return entry
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head("chat.completion.chunk"), "choices": choices}

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
+from engine.api.bodies.completion import CompletionBody, parse_completion
 from engine.api.call import read_call
 from engine.api.context import LONG_TEXT, Serving
-from engine.api.generation import Choice, Generation, Json, make_request
+from engine.api.generation import DONE, Choice, Generation, Json, frame, make_requests
 from engine.api.offload import offload
-from engine.api.protocol import CompletionBody, parse_completion
 from engine.output import Delta
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,9 +31,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": DEFAULT_MAX_TOKENS})
     prompts = await _prompt_ids(call.serving, body)
-    requests = [make_request(call, body, ids, call.engine_id("cmpl", i)) for i, ids in enumerate(prompts)]
+    groups = [make_requests(call, body, body, ids, call.engine_id("cmpl", i)) for i, ids in enumerate(prompts)]
     shape = CompletionShape(f"cmpl-{call.request_id}", call.serving.model_name, bool(body.return_token_ids))
-    return await Generation(call, body, requests, shape).respond()
+    return await Generation(call, body, groups, shape).respond()
 
 
 def _check_sizes(serving: Serving, prompt: object) -> None:
@@ -68,21 +68,33 @@ class CompletionShape:
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = "completions"
 
-    def opening(self, choice: Choice) -> None:
-        return None
+    @property
+    def end(self) -> bytes:
+        return DONE
 
-    def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
+    def opening(self, choice: Choice) -> list[Json]:
+        return []
+
+    def events(self, choice: Choice, delta: Delta) -> list[Json]:
+        if not (delta.text or choice.finish_reason or (self.return_token_ids and delta.token_ids)):
+            return []
         entry = self._entry(choice, delta.text)
         told: Json = {}
         if self.return_token_ids:
             entry["token_ids"] = delta.token_ids
-            if first:
+            if not choice.opened:
                 entry["prompt_token_ids"] = choice.request.prompt_token_ids
                 told["num_cached_tokens"] = choice.num_reused_tokens
-        return {**self._head(), "choices": [entry]} | told | choice.kv_json
+        return [{**self._head(), "choices": [entry]} | told | choice.params_json]
 
-    def usage_chunk(self, usage: Json) -> Json:
-        return {**self._head(), "choices": [], "usage": usage}
+    def closing(self, choices: Sequence[Choice], usage: Json, *, include_usage: bool) -> list[Json]:
+        return [{**self._head(), "choices": [], "usage": usage}] if include_usage else []
+
+    def frame(self, event: Json) -> bytes:
+        return frame(event)
+
+    def error(self, body: Json) -> bytes:
+        return frame(body)
 
     def answer(self, choices: Sequence[Choice], usage: Json) -> Json:
         entries = []
@@ -92,7 +104,7 @@ class CompletionShape:
                 entry["token_ids"] = choice.token_ids
                 entry["prompt_token_ids"] = choice.request.prompt_token_ids
             entries.append(entry)
-        return {**self._head(), "choices": entries, "usage": usage} | choices[0].kv_json
+        return {**self._head(), "choices": entries, "usage": usage} | choices[0].params_json
 
     def _entry(self, choice: Choice, text: str) -> Json:
         return {

@@ -13,6 +13,7 @@ from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import Transport
 from connectors.wire.openai import APIError, bad_request, model_not_found, unavailable
+from connectors.wire.seal import SealKeys
 from engine.api.offload import offload
 from engine.client import EngineClient
 from engine.config import EngineConfig
@@ -55,6 +56,8 @@ class Serving:
     block_size: int
     model_fingerprint: bytes
     kv: KVSide | None
+    seals: SealKeys | None = None
+    """Keys with which transfer params must be sealed; None: whoever reaches this engine is trusted."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

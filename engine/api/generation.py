@@ -1,4 +1,4 @@
-"""From engine outputs to an HTTP answer, streamed or whole: the path chat and plain completions share.
+"""From engine outputs to an HTTP answer, streamed or whole: the path all endpoints that generate share.
 
 An endpoint brings its requests and a `Shape` that says how its JSON looks; nothing here depends on which it is.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
-from connectors.wire.openai import APIError, error_body, unavailable
-from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
+from connectors.wire.openai import APIError, bad_request, error_body, unavailable
+from connectors.wire.transfer import PREFIX_CACHE_MISS, ECTransferParams, KVTransferParams
+from engine.api.bodies.generation import StreamBody
+from engine.api.bodies.sampling import SamplingBody
 from engine.api.call import Call
-from engine.api.protocol import GenerationBody
+from engine.api.transfer import EC, KV
 from engine.hashing import hash_seed
+from engine.logprobs import TokenLogprobs
 from engine.messages import Output
 from engine.output import Delta, OutputText
 from engine.request import Request
@@ -30,6 +33,7 @@ SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
 
 
@@ -42,10 +46,14 @@ class Choice:
     output: OutputText
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of token_ids, if asked for."""
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it."""
     kv_transfer_params: KVTransferParams | None = None
+    ec_transfer_params: ECTransferParams | None = None
     num_local_tokens: int = 0
     """Prompt tokens this engine had in its prefix cache."""
     num_external_tokens: int = 0
@@ -57,10 +65,13 @@ class Choice:
         """Note what an output says beside its tokens."""
         self.num_local_tokens = max(self.num_local_tokens, output.num_cached_tokens)
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        # What was said once stays said: later outputs may say nothing.
+        self.kv_transfer_params = output.kv_transfer_params or self.kv_transfer_params
+        self.ec_transfer_params = output.ec_transfer_params or self.ec_transfer_params
         if output.finished:
             self.finish_reason = "stop" if self.stopped else output.finish_reason
             self.stop_reason = self.stop_reason if self.stopped else output.stop_token_id
-            self.kv_transfer_params = output.kv_transfer_params
 
     @property
     def stopped(self) -> bool:
@@ -83,38 +94,57 @@ class Choice:
         return "".join(self.parts)
 
     @property
-    def kv_json(self) -> Json:
-        """The entry an answer or finish chunk gets, or nothing."""
-        params = self.kv_transfer_params
-        return {} if params is None else {"kv_transfer_params": params.to_json()}
+    def params_json(self) -> Json:
+        """The transfer params that an answer, or the last event of a choice, has at its top; nothing before."""
+        if self.finish_reason is None:
+            return {}
+        told = {"kv_transfer_params": self.kv_transfer_params, "ec_transfer_params": self.ec_transfer_params}
+        return {name: params.to_json() for name, params in told.items() if params is not None}
 
 
 class Shape(Protocol):
-    """How one endpoint writes its answers."""
+    """How one endpoint writes its answers. One object per call; it may keep what it told of each choice."""
 
     @property
     def name(self) -> str:
         """For metrics and logs."""
 
-    def opening(self, choice: Choice) -> Json | None:
-        """The chunk that comes before a choice's first text, if the endpoint has one."""
+    @property
+    def end(self) -> bytes:
+        """What a stream ends with, whether the answer is whole or not."""
 
-    def chunk(self, choice: Choice, delta: Delta, *, first: bool) -> Json:
-        """A chunk with new text; the last one of a choice has its finish_reason."""
+    def opening(self, choice: Choice) -> list[Json]:
+        """Events before a choice's first text."""
 
-    def usage_chunk(self, usage: Json) -> Json:
-        """The chunk after the last choice, with stream_options.include_usage."""
+    def events(self, choice: Choice, delta: Delta) -> list[Json]:
+        """Events for what a choice has gained, none if it is not to be told yet. With its finish_reason set it is the
+        choice's last delta."""
+
+    def closing(self, choices: Sequence[Choice], usage: Json, *, include_usage: bool) -> list[Json]:
+        """Events after the last choice has ended."""
+
+    def frame(self, event: Json) -> bytes:
+        """One server-sent event."""
+
+    def error(self, body: Json) -> bytes:
+        """The event that says why the answer breaks off."""
 
     def answer(self, choices: Sequence[Choice], usage: Json) -> Json: ...
 
 
 class Generation:
-    """The choices of one call while the engine works on them."""
+    """The choices of one call while the engine works on them.
 
-    def __init__(self, call: Call, body: GenerationBody, requests: Sequence[Request], shape: Shape) -> None:
+    `groups` has the requests of each prompt. The first of a group begins alone: once it has an output the prompt's KV
+    is in the prefix cache, whether it was computed or fetched, and the others find it there.
+    """
+
+    def __init__(self, call: Call, body: StreamBody, groups: Sequence[Sequence[Request]], shape: Shape) -> None:
         self._call = call
         self._body = body
         self._shape = shape
+        self._first = [group[0] for group in groups]
+        self._waiting = {group[0].request_id: group[1:] for group in groups if len(group) > 1}
         tokenizer = call.serving.tokenizer
         self.choices = [
             Choice(
@@ -127,19 +157,23 @@ class Generation:
                     min_tokens=request.sampling.min_tokens,
                 ),
             )
-            for index, request in enumerate(requests)
+            for index, request in enumerate(request for group in groups for request in group)
         ]
 
     async def respond(self) -> web.StreamResponse:
         if self._body.stream:
             return await self._stream()
+        return json_response(self._shape.answer(*await self.whole()))
+
+    async def whole(self) -> tuple[Sequence[Choice], Json]:
+        """All choices, ended, and the usage. Raises APIError if one fails."""
         async with aclosing(self._steps()) as steps:
             async for choice, delta in steps:
                 choice.parts.append(delta.text)
-                choice.token_ids += delta.token_ids
-        return json_response(self._shape.answer(self.choices, self._usage()))
+        return self.choices, self._usage()
 
     async def _stream(self) -> web.StreamResponse:
+        shape = self._shape
         async with aclosing(self._steps()) as steps:
             # What fails before the first token is answered with its own status, not with a stream that breaks.
             first = await anext(steps)
@@ -149,44 +183,44 @@ class Generation:
                 await self._write(response, *first)
                 async for step in steps:
                     await self._write(response, *step)
-                if self._body.include_usage:
-                    await response.write(frame(self._shape.usage_chunk(self._usage())))
+                closing = shape.closing(self.choices, self._usage(), include_usage=self._body.include_usage)
+                await response.write(b"".join(map(shape.frame, closing)) + shape.end)
             except ConnectionError:  # the client left; nobody is there to be told
                 return response
             except APIError as error:
-                await response.write(frame(error.body()))
+                await response.write(shape.error(error.body()) + shape.end)
             except Exception:
                 logger.exception("a stream broke", extra={"request_id": self._call.request_id})
-                await response.write(frame(error_body("internal error", type="InternalServerError", code=500)))
-            await response.write(b"data: [DONE]\n\n")
+                body = error_body("internal error", type="InternalServerError", code=500)
+                await response.write(shape.error(body) + shape.end)
             await response.write_eof()
         return response
 
     async def _write(self, response: web.StreamResponse, choice: Choice, delta: Delta) -> None:
-        chunks = []
-        first = not choice.opened
-        if first and (opening := self._shape.opening(choice)) is not None:
-            chunks.append(opening)
-        if delta.text or choice.finish_reason or (self._body.return_token_ids and delta.token_ids):
-            chunks.append(self._shape.chunk(choice, delta, first=first))
-        choice.opened = choice.opened or bool(chunks)
+        events = self._shape.events(choice, delta)
+        if events and not choice.opened:
+            choice.opened = True
+            events = self._shape.opening(choice) + events
         if self._body.continuous_usage:
             usage = self._usage()
-            chunks = [{**chunk, "usage": usage} for chunk in chunks]
-        if chunks:
-            await response.write(b"".join(map(frame, chunks)))
+            events = [{**event, "usage": usage} for event in events]
+        if events:
+            await response.write(b"".join(map(self._shape.frame, events)))
 
     async def _steps(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """Submit, then yield what each choice gains until all have finished. Raises APIError if one fails."""
         by_id = {choice.request.request_id: choice for choice in self.choices}
         client = self._call.serving.client
-        outputs = client.submit([choice.request for choice in self.choices])
+        later = [request for requests in self._waiting.values() for request in requests]
+        outputs = client.submit(self._first, later)
         self._call.hand_over()
         try:
             async with outputs:
                 async for output in outputs:
                     choice = by_id[output.request_id]
                     delta = self._advance(choice, output)
+                    for sibling in self._waiting.pop(output.request_id, ()):
+                        client.start(sibling)
                     if delta.stop_string is not None and not output.finished:
                         client.stop(output.request_id, choice.output.num_tokens)
                     if output.finished:
@@ -198,7 +232,7 @@ class Generation:
     def _advance(self, choice: Choice, output: Output) -> Delta:
         if choice.stopped:  # by a stop string: the answer is whole, however the engine's side ends
             choice.take(output)
-            self._cut_offer(choice)
+            self._settle_offer(choice)
             return Delta("", [])
         if output.finish_reason == "error":
             choice.finish_reason = "error"
@@ -207,22 +241,27 @@ class Generation:
             raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
         hide_last = output.finish_reason == "stop" and not choice.request.sampling.include_stop_str_in_output
         delta = choice.output.push(output.token_ids, last=output.finished, hide_last=hide_last)
+        delta = replace(delta, logprobs=output.logprobs[: len(delta.token_ids)])
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
         choice.stop_reason = delta.stop_string
         choice.take(output)
-        if delta.stop_string is not None:
-            self._cut_offer(choice)
+        self._settle_offer(choice)
         return delta
 
-    def _cut_offer(self, choice: Choice) -> None:
-        """An engine that ended the request before it heard of the stop string offers KV of more than the answer."""
+    def _settle_offer(self, choice: Choice) -> None:
+        """An engine that ended the request before it heard of a stop string offers KV of more than the answer; and of
+        several answers to one request, none is what the next turn goes on from."""
         params = choice.kv_transfer_params
         if params is None or not params.do_remote_decode:
             return
         num_tokens = choice.request.num_prompt_tokens + choice.output.num_tokens
-        if (params.remote_num_tokens or 0) > num_tokens:
+        if len(self.choices) > 1:
+            choice.kv_transfer_params = None
+        elif (params.remote_num_tokens or 0) > num_tokens:
             choice.kv_transfer_params = params.trimmed(num_tokens, block_size=choice.request.block_size)
-            if choice.kv_transfer_params is None:
-                self._call.serving.client.give_back(params)
+        if choice.kv_transfer_params is None:
+            self._call.serving.client.give_back(params)
 
     def _check_handoff(self, choice: Choice) -> None:
         params = choice.request.kv_transfer_params
@@ -231,13 +270,15 @@ class Generation:
             logger.warning("no blocks to hand over", extra={"request_id": self._call.request_id})
 
     def _usage(self) -> Json:
-        prompt = sum(choice.request.num_prompt_tokens for choice in self.choices)
+        firsts = {request.request_id for request in self._first}  # a prompt with several answers counts once
+        prompts = [choice for choice in self.choices if choice.request.request_id in firsts]
+        prompt = sum(choice.request.num_prompt_tokens for choice in prompts)
         output = sum(choice.output.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.num_reused_tokens for choice in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_reused_tokens for choice in prompts)},
         }
 
     def _log(self) -> None:
@@ -255,20 +296,32 @@ class Generation:
         )
 
 
-def make_request(call: Call, body: GenerationBody, prompt: list[int], request_id: str) -> Request:
-    """The engine's request for one checked prompt. Raises APIError 400."""
+def make_requests(
+    call: Call, body: StreamBody, sampling: SamplingBody, prompt: list[int], request_id: str
+) -> list[Request]:
+    """The engine's requests for one checked prompt: as many as the body wants answers. Raises APIError 400."""
     serving = call.serving
     room = serving.max_model_len - len(prompt)
-    max_tokens = room if body.requested_max_tokens is None else min(room, body.requested_max_tokens)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=body.sampling(max_tokens=max_tokens, vocab_size=serving.vocab_size),
-        eos_token_ids=serving.tokenizer.eos_token_ids,
-        block_size=serving.block_size,
-        hash_seed=hash_seed(serving.model_fingerprint, body.cache_salt),
-        kv_transfer_params=call.kv_transfer_params,
-    )
+    max_tokens = room if sampling.requested_max_tokens is None else min(room, sampling.requested_max_tokens)
+    if sampling.num_choices > 1 and call.kv_transfer_params is not None and call.kv_transfer_params.do_remote_decode:
+        raise bad_request("n: only 1 is possible for a prefill that another engine goes on with", param="n")
+    params = sampling.sampling(max_tokens=max_tokens, vocab_size=serving.vocab_size)
+    requests = []
+    for number in range(sampling.num_choices):
+        # One set of blocks is for one reader: the first fetches, the others find it in the prefix cache.
+        extra = call.extra_args if number == 0 else {k: v for k, v in call.extra_args.items() if k not in (KV, EC)}
+        seed = None if params.seed is None else params.seed + number
+        requests.append(
+            Request(
+                request_id=request_id if sampling.num_choices == 1 else f"{request_id}-{number}",
+                prompt_token_ids=prompt,
+                sampling=replace(params, seed=seed, extra_args=extra),
+                eos_token_ids=serving.tokenizer.eos_token_ids,
+                block_size=serving.block_size,
+                hash_seed=hash_seed(serving.model_fingerprint, body.cache_salt),
+            )
+        )
+    return requests
 
 
 def json_response(value: Json, *, status: int = 200) -> web.Response:

@@ -10,10 +10,10 @@ from pydantic import Field
 from connectors.lease import ClaimRefused
 from connectors.transport import LeaseReleased
 from connectors.wire.openai import APIError
+from engine.api.bodies.base import Body, parse
 from engine.api.call import read_json
 from engine.api.context import WORKER, KVSide, Serving
 from engine.api.generation import json_response
-from engine.api.protocol import Body, parse
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
+from engine.api.bodies.base import parse
+from engine.api.bodies.tokenize import DetokenizeBody, TokenizeChat, TokenizeText, parse_tokenize_chat
 from engine.api.call import is_large, read_json
 from engine.api.chat import render
 from engine.api.context import LONG_TEXT, WORKER, Serving
 from engine.api.generation import json_response
 from engine.api.offload import offload
-from engine.api.protocol import DetokenizeBody, TokenizeChat, TokenizeText, parse, parse_tokenize_chat
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -16,8 +16,8 @@ import pytest
 from connectors.transport import LeaseReleased, Peer
 from connectors.wire.transfer import KVTransferParams
 from engine.api import chat as chat_api
+from engine.api.bodies.chat import ChatBody, parse_chat
 from engine.api.offload import LARGE_BODY
-from engine.api.protocol import ChatBody, parse_chat
 from engine.messages import Output
 from tests.unit.server.double import (
     BLOCK_SIZE,
@@ -191,7 +191,7 @@ async def test_ids_without_remote_prefill_are_ignored(decode: Stage) -> None:
     status, _ = await decode.chat(kv_transfer_params={"prompt_token_ids": [1, 2, 3]})
     assert status == 200
     assert decode.submitted[0].prompt_token_ids != [1, 2, 3]
-    assert decode.submitted[0].kv_transfer_params is None
+    assert decode.submitted[0].kv_transfer_params == KVTransferParams()
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [1.5], [1.0], ["1"], [True], "abc", 5, [320]])
@@ -211,7 +211,7 @@ LONG = "x" * MAX_MODEL_LEN
         ({"model": "nobody"}, 404),
         ({"model": 5}, 400),
         ({"temperature": -1}, 400),
-        ({"n": 2}, 400),
+        ({"n": 0}, 400),
         ({"messages": []}, 400),
         ({"messages": [{"role": "user", "content": LONG}]}, 400),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),

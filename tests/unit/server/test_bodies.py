@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from connectors.wire.openai import APIError
-from engine.api.protocol import TokenizeText, parse, parse_chat, parse_completion
+from engine.api.bodies.base import parse
+from engine.api.bodies.chat import parse_chat
+from engine.api.bodies.completion import parse_completion
+from engine.api.bodies.tokenize import TokenizeText
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -27,6 +30,8 @@ def refused(body: dict[str, Any], *, chat: bool = True) -> APIError:
         ("temperature", True, "valid number"),
         ("top_p", 0, "greater than 0"),
         ("top_p", 1.5, "less than or equal to 1"),
+        ("n", 0, "greater than or equal to 1, got 0"),
+        ("n", 129, "less than or equal to 128"),
         ("top_k", -2, "greater than or equal to -1"),
         ("top_k", 1.5, "integer"),
         ("min_p", 2, "less than or equal to 1"),
@@ -67,8 +72,6 @@ def test_bad_values_are_refused_naming_the_field(field: str, value: object, frag
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", 0),
         ("best_of", 3),
         ("logprobs", True),
         ("top_logprobs", 5),
