@@ -1,0 +1,91 @@
+"""How a model is talked to: messages to a prompt, and what it says back to content, reasoning and tool calls.
+
+Each format is one file. The endpoints know this interface only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from engine.grammar import GrammarSpec
+
+Json = Mapping[str, Any]
+ToolChoice = Literal["none", "auto", "required"] | str
+"""A name of none of these is the function that must be called, given as `=name`."""
+
+
+class FormatError(ValueError):
+    """The messages cannot be turned into a prompt, or the model has no way to do what is asked; one line, for the
+    client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a prompt is made of."""
+
+    messages: Sequence[Json]
+    """As the client sent them, validated."""
+    tools: Sequence[Json] | None = None
+    """In the chat endpoint's shape: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What else a template may read: chat_template_kwargs, documents, reasoning_effort."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of one tool call."""
+
+    index: int
+    arguments: str = ""
+    """The next piece of its arguments, JSON text."""
+    id: str | None = None
+    """With the first piece only, as is the name."""
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a few more tokens add to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class Parser(Protocol):
+    """Reads one answer as it comes. All pieces together do not depend on how the answer was cut."""
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Piece:
+        """The next text and the tokens that count for it; text may come later than its tokens."""
+
+    def end(self) -> Piece:
+        """What was held back, when nothing will follow."""
+
+
+class ChatFormat(Protocol):
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether its parser must see special tokens as text; it takes them out itself."""
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, beside the model's EOS."""
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt. Raises FormatError. May take long: call it through `offload` for large bodies."""
+
+    def parser(self, *, tools: Sequence[Json] | None, choice: ToolChoice, prompt_token_ids: Sequence[int]) -> Parser:
+        """For one answer. Without tools, or with choice "none", tool calls are content. The prompt's end says whether
+        the model is already within its thoughts."""
+
+    def call_grammar(self, tools: Sequence[Json], choice: ToolChoice, *, parallel: bool) -> GrammarSpec | None:
+        """What an answer must look like for this choice: None for "none" and "auto". Raises FormatError if tools
+        cannot be called in this format."""
