@@ -12,4 +12,4 @@ class GrammarSpec:
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     source: str
-    """JSON schema (JSON text), nothing, a regular expression, a JSON array of strings, or a grammar in Lark's notation."""
+    """A JSON schema (as text), nothing, a regular expression, a JSON array of strings, or a grammar in Lark's notation."""
