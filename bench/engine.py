@@ -62,12 +62,12 @@ class Ours:
         """Seconds per step, the median of DECODE_STEPS."""
         requests = self.requests(prompts, DECODE_STEPS + 1)
         for request in requests:
-            request.append(self.runner.run(Batch([ScheduledRequest(request, 0, request.num_tokens)]))[0])
+            request.append(self.runner.run(Batch([ScheduledRequest(request, 0, request.num_tokens)])).token_ids[0])
         times = []
         for _ in range(DECODE_STEPS):
             batch = Batch([ScheduledRequest(request, request.num_tokens - 1, 1) for request in requests])
             started = time.perf_counter()
-            tokens = self.runner.run(batch)
+            tokens = self.runner.run(batch).token_ids
             times.append(time.perf_counter() - started)
             for request, token in zip(requests, tokens, strict=True):
                 request.append(token)

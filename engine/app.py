@@ -8,13 +8,54 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from connectors.wire.openai import APIError, error_body
-from engine.api import chat, completions, kv, status, tokens
+from connectors.wire.openapi import PATH
+from engine.api import abort, chat, completions, derender, generate, kv, render, responses, status, tokens
 from engine.api.call import REQUEST_ID, Handler, request_id, settle_debt
 from engine.api.context import WORKER, Worker
 from engine.api.generation import json_response
+from engine.api.scale_out import scale_out
+from engine.openapi import openapi
 
 logger = logging.getLogger(__name__)
 
+OPENAI = (
+    web.post("/v1/chat/completions", chat.create),
+    web.post("/v1/completions", completions.create),
+    web.post("/v1/responses", responses.create),
+    web.get("/v1/responses/{id}", responses.not_found),
+    web.delete("/v1/responses/{id}", responses.not_found),
+    web.get("/v1/responses/{id}/input_items", responses.not_found),
+    web.post("/v1/responses/{id}/cancel", responses.not_found),
+)
+SCALE_OUT = (
+    web.post("/inference/v1/generate", scale_out(generate.create)),
+    web.post("/inference/v1/abort_requests", scale_out(abort.abort)),
+    web.post("/v1/chat/completions/render", scale_out(render.chat)),
+    web.post("/v1/completions/render", scale_out(render.completions)),
+    web.post("/v1/responses/render", scale_out(render.responses)),
+    web.post("/v1/chat/completions/derender", scale_out(derender.chat)),
+    web.post("/v1/completions/derender", scale_out(derender.completions)),
+)
+TOKENS = (
+    web.post("/tokenize", tokens.tokenize),
+    web.post("/detokenize", tokens.detokenize),
+)
+STATUS = (
+    web.get("/v1/models", status.models),
+    web.get("/v1/models/{name:.+}", status.model),
+    web.get("/health", status.health),
+    web.get("/ping", status.health),
+    web.post("/ping", status.health),
+    web.get("/version", status.show_version),
+    web.get("/metrics", status.metrics),
+    web.get(PATH, openapi),
+)
+PEERS = (
+    web.get("/kv/agent", kv.agent),
+    web.post("/kv/claim", kv.claim),
+    web.post("/kv/renew", kv.renew),
+    web.post("/kv/release", kv.release),
+)
 CLIENT_LEFT = 499
 """Never sent; what proxies log for it."""
 
@@ -26,25 +67,8 @@ def make_app(worker: Worker) -> web.Application:
     )
     app[WORKER] = worker
     app.on_response_prepare.append(_echo_request_id)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat.create),
-            web.post("/v1/completions", completions.create),
-            web.post("/tokenize", tokens.tokenize),
-            web.post("/detokenize", tokens.detokenize),
-            web.get("/v1/models", status.models),
-            web.get("/v1/models/{name:.+}", status.model),
-            web.get("/health", status.health),
-            web.get("/ping", status.health),
-            web.post("/ping", status.health),
-            web.get("/version", status.show_version),
-            web.get("/metrics", status.metrics),
-            web.get("/kv/agent", kv.agent),
-            web.post("/kv/claim", kv.claim),
-            web.post("/kv/renew", kv.renew),
-            web.post("/kv/release", kv.release),
-        ]
-    )
+    for table in (OPENAI, SCALE_OUT, TOKENS, STATUS, PEERS):
+        app.add_routes(table)
     return app
 
 
@@ -88,7 +112,7 @@ def _error(status: int, message: str, type: str) -> web.Response:
 
 def _no_malformed_http(record: logging.LogRecord) -> bool:
     """False for a client's malformed HTTP: answered with 400, it is no fault of ours to log a traceback for."""
-    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage | web.RequestPayloadError))
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

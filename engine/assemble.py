@@ -22,6 +22,8 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import StartError
+from engine.formats.base import ChatFormat, FormatError
+from engine.formats.choose import choose_format
 from engine.kv_cache import KVCache, KVLayout
 from engine.messages import Inbox
 from engine.metrics import EngineMetrics
@@ -31,6 +33,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.server import HTTPServer
 from engine.sizing import Sizes, choose_device, choose_dtype, choose_sizes, choose_threads
+from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
     serving = Serving(
         model_name=name,
         tokenizer=model.tokenizer,
+        chat=_chat_format(config, model.tokenizer, sizes.max_model_len),
         client=client,
         metrics=metrics,
         inbox=inbox,
@@ -91,6 +95,8 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
         model_fingerprint=model.fingerprint,
         kv=kv,
         seals=seals,
+        max_logprobs=config.max_logprobs,
+        priority_scheduling=config.scheduling_policy == "priority",
     )
     logger.info(
         "engine ready",
@@ -104,6 +110,20 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
         },
     )
     return Engine(EngineCore(scheduler, runner, connector, inbox, client.emit), serving)
+
+
+def _chat_format(config: EngineConfig, tokenizer: Tokenizer, max_model_len: int) -> ChatFormat:
+    gives_template = config.chat_format == "auto" and config.chat_template is not None
+    try:
+        return choose_format(
+            tokenizer,
+            max_model_len=max_model_len,
+            chat_format="template" if gives_template else config.chat_format,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+    except FormatError as error:
+        raise StartError(f"chat_format {config.chat_format}: {error}") from None
 
 
 def _kv_side(
@@ -176,4 +196,5 @@ def _scheduler(config: EngineConfig, sizes: Sizes, connector: Connector) -> Sche
         pool=BlockPool(sizes.num_blocks),
         connector=connector,
         enable_prefix_caching=config.enable_prefix_caching,
+        policy=config.scheduling_policy,
     )

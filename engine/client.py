@@ -7,7 +7,7 @@ which crosses over with one `call_soon_threadsafe`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
@@ -46,9 +46,12 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._open)
 
-    def submit(self, requests: Sequence[Request], later: Sequence[Request] = ()) -> Outputs:
+    def submit(
+        self, requests: Sequence[Request], later: Sequence[Request] = (), *, names: Iterable[str] = ()
+    ) -> Outputs:
         """Hand requests to the engine, all or none; use as `async with client.submit([...]) as outputs`. `later` are
-        those that the caller will `start`, for which room is kept.
+        those that the caller will `start`, for which room is kept. `names` are what else than their own ids `abort`
+        finds them by.
 
         Raises APIError 503 if there is no room for them.
         """
@@ -56,24 +59,39 @@ class EngineClient:
             raise APIError(500, self._failure, type="InternalServerError")
         if len(self._open) + len(requests) + len(later) > self.capacity:
             raise unavailable(f"the queue is full: {len(self._open)} requests wait or run; try again later")
-        outputs = Outputs(self, [*requests, *later])
+        outputs = Outputs(self, [*requests, *later], names)
         for request in (*requests, *later):
             self._open[request.request_id] = (request, outputs)
             self._observer.submitted(request)
         for request in requests:
+            outputs.started.add(request.request_id)
             self._inbox.put(Submit(request))
         self._idle.clear()
         return outputs
 
     def start(self, request: Request) -> None:
         """Hand over a request for which `submit` kept room."""
-        if request.request_id in self._open:
+        known = self._open.get(request.request_id)
+        if known is not None:
+            known[1].started.add(request.request_id)
             self._inbox.put(Submit(request))
 
     def stop(self, request_id: str, num_output_tokens: int) -> None:
         """A stop string was found: end the request with this many output tokens. Its last output still comes."""
         if request_id in self._open:
             self._inbox.put(Stop(request_id, aborted=False, num_output_tokens=num_output_tokens))
+
+    def abort(self, names: Collection[str]) -> int:
+        """End the open requests with these names or ids; how many there are. Unlike a client's leaving, this is told:
+        their last output comes, with the finish reason "abort"."""
+        found = [known for known in self._open.values() if not known[1].names_of(known[0]).isdisjoint(names)]
+        for request, outputs in found:
+            outputs.aborted.add(request.request_id)
+            if request.request_id in outputs.started:
+                self._inbox.put(Stop(request.request_id, aborted=True))
+            else:  # the engine has never heard of it
+                self._deliver([Output(request.request_id, [], "abort")])
+        return len(found)
 
     async def wait_idle(self) -> None:
         """Return when no request is unfinished."""
@@ -134,8 +152,13 @@ class Outputs:
     aborts what has not finished, whatever the reason.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+    def __init__(self, client: EngineClient, requests: Sequence[Request], names: Iterable[str]) -> None:
         self._client = client
+        self._names = frozenset(names)
+        self.started: set[str] = set()
+        """Ids of the requests that the engine was given."""
+        self.aborted: set[str] = set()
+        """Ids of those that `EngineClient.abort` was told to end."""
         self._unfinished = {request.request_id for request in requests}
         self._arrived = asyncio.Event()
         self._pending: dict[str, Output] = {}
@@ -150,6 +173,10 @@ class Outputs:
             self._client._abort(request_id)
         for output in self._pending.values():
             self._client.give_back(output.kv_transfer_params)
+
+    def names_of(self, request: Request) -> frozenset[str]:
+        """What `abort` finds a request by: its id, with or without the random part, and the names of its call."""
+        return self._names | {request.request_id, request.request_id.rpartition("-")[0]}
 
     def __aiter__(self) -> Self:
         return self

@@ -72,6 +72,10 @@ class EngineConfig(_Settings):
     """Token budget of one step: long prompts are prefilled in chunks of this size, between decode tokens."""
     max_num_queued_reqs: Positive = 1024
     """Requests waiting at most; more are answered 503."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is served first: fcfs, whoever came first; priority, whoever has the lower `priority` in its request."""
+    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Alternatives per token that a request may ask the log probabilities of."""
     max_body_bytes: Positive = 64 << 20
     """Largest request body, after decompression."""
     kv_cache_memory_bytes: Positive | None = None
@@ -83,12 +87,22 @@ class EngineConfig(_Settings):
     """Compute threads; default: the cores this process may use."""
     chat_template: Path | None = None
     """Jinja file to use instead of the model's chat template."""
+    chat_format: Literal["auto", "template", "harmony"] = "auto"
+    """How the model is talked to: template, as its chat template says; harmony, as GPT-OSS models are; auto: harmony
+    if the vocabulary has its special tokens and no setting here asks for a template."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json"] = "auto"
+    """How the model writes tool calls; auto: as its chat template does."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """How it writes its thoughts: think, between <think> and </think>; auto: so if its chat template knows them."""
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     seal_key: SecretStr | None = None
     """Secret of router and engines, at least 16 characters: transfer params count only if sealed with it. Give it
     in the environment or a file, where other users cannot see it."""
     seal_key_file: Path | None = None
     """File with that secret, in place of seal_key; with several, one per line: the first seals, each opens."""
+    enable_scale_out: bool = True
+    """Serve tokens for tokens, render, derender and abort: what a deployment that keeps templates away from the engines
+    needs. Off: these routes answer 403."""
     drain_timeout: Seconds = 30.0
     """Seconds running requests get to end after SIGTERM."""
     json_file: Path | None = None

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from connectors.base import Connector
-from engine.batch import Batch
+from engine.batch import Batch, StepResult
 from engine.messages import Inbox, Output, Shutdown, Stop, Submit
 from engine.runner import RunnerError
 from engine.scheduler import Scheduler
@@ -31,9 +31,9 @@ class EngineFailed(Exception):
 class StepRunner(Protocol):
     """Computes one step; `engine.runner.Runner` is the real one."""
 
-    def run(self, batch: Batch) -> list[int]:
-        """Store the KV of every scheduled token; return one sampled token for each request that samples, in batch
-        order. Raises RunnerError if what came out is not fit to be sampled from."""
+    def run(self, batch: Batch) -> StepResult:
+        """Store the KV of every scheduled token, and sample for each request that samples. Raises RunnerError if what
+        came out is not fit to be sampled from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class EngineCore:
             self.hand_out()
             self.wait()
             return
-        sampled = self.compute(batch)
+        result = self.compute(batch)
         # Whoever was aborted during the step ends before its tokens count: nothing is held for a client that left.
         self.take_in()
-        if sampled is not None:
-            self.scheduler.finish_step(batch, sampled)
+        if result is not None:
+            self.scheduler.finish_step(batch, result)
         self.hand_out()
 
     def take_in(self) -> None:
@@ -108,12 +108,12 @@ class EngineCore:
                 return
             self._handle(message)
 
-    def compute(self, batch: Batch) -> list[int] | None:
-        """The sampled tokens, or None if the step failed: nothing of it counts, the requests at fault end, the others
-        are scheduled again as they were. A second failure in a row is the engine's, not the requests'."""
+    def compute(self, batch: Batch) -> StepResult | None:
+        """What came of it, or None if the step failed: nothing of it counts, the requests at fault end, the others are
+        scheduled again as they were. A second failure in a row is the engine's, not the requests'."""
         started = self._clock()
         try:
-            sampled = self.runner.run(batch)
+            result = self.runner.run(batch)
         except RunnerError as error:
             if self._last_step_failed:
                 raise
@@ -125,7 +125,7 @@ class EngineCore:
             return None
         self._last_step_failed = False
         self._stats(StepStats(len(batch.scheduled), batch.num_tokens, self._clock() - started))
-        return sampled
+        return result
 
     def hand_out(self) -> None:
         outputs = self.scheduler.take_outputs()

@@ -31,7 +31,10 @@ def too_long(pool_blocks: int, num_tokens: int) -> str:
 def max_prefill(request: Request) -> int | None:
     """How many prompt tokens may be computed for a request that was sent here for what the prefix cache holds."""
     params = request.kv_transfer_params
-    return None if params is None or request.num_preemptions else params.max_prefill_tokens
+    # With prompt logprobs every engine computes all of the prompt: refused here, it would be the same elsewhere.
+    if params is None or request.num_preemptions or request.wants_prompt_logprobs:
+        return None
+    return params.max_prefill_tokens
 
 
 def cache_miss(request: Request, num_hits: int) -> str | None:
@@ -47,6 +50,8 @@ def stop_reason(request: Request, token_id: int, max_model_len: int) -> tuple[Re
     """Whether this last token ends the request, and the stop token if it is one: EOS before stop tokens before
     length."""
     sampling = request.sampling
+    if request.matcher is not None and token_id in request.eos_token_ids:
+        return RequestStatus.FINISHED_STOPPED, None  # nothing can follow, whatever min_tokens and ignore_eos want
     if request.num_output_tokens >= sampling.min_tokens:
         if token_id in request.eos_token_ids and not sampling.ignore_eos:
             return RequestStatus.FINISHED_STOPPED, None

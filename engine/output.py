@@ -18,13 +18,18 @@ from engine.logprobs import TokenLogprobs
 class Delta:
     """What a few more tokens add to the answer."""
 
-    text: str
+    texts: Sequence[str]
+    """What each token released, in order; what the end of the answer released comes after all of them."""
     token_ids: list[int]
     """The tokens that count: with a stop string, those up to the one that completed it."""
     logprobs: Sequence[TokenLogprobs] = ()
     """Of token_ids, if asked for."""
     stop_string: str | None = None
     """The stop string that ended the answer."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class OutputText:
@@ -47,24 +52,25 @@ class OutputText:
     def push(self, token_ids: Sequence[int], *, last: bool = False, hide_last: bool = False) -> Delta:
         """Add tokens. `last`: none will follow. `hide_last`: the final one is a stop token, counted but not shown."""
         if self.ended:
-            return Delta("", [])
+            return Delta((), [])
         shown: list[str] = []
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
-            hidden = hide_last and position == len(token_ids) - 1
-            if not hidden and (stop := self._add(self._decoder.step([token_id]), shown)) is not None:
+            if hide_last and position == len(token_ids) - 1:
+                shown.append("")
+            elif (stop := self._add(self._decoder.step([token_id]), shown)) is not None:
                 self.ended = True
-                return Delta("".join(shown), list(token_ids[: position + 1]), stop_string=stop)
+                return Delta(shown, list(token_ids[: position + 1]), stop_string=stop)
         stop = None
         if last:
             self.ended = True
             stop = self._add(self._decoder.flush(), shown)
             if stop is None:
                 shown.append(self._held)
-        return Delta("".join(shown), list(token_ids), stop_string=stop)
+        return Delta(shown, list(token_ids), stop_string=stop)
 
     def _add(self, text: str, shown: list[str]) -> str | None:
-        """Move what is safe of `text` to `shown`; returns the stop string it completes, if any."""
+        """Add what is safe of `text` to `shown`, as one entry; returns the stop string it completes, if any."""
         if not self._matchers:
             shown.append(text)
             return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.wire.transfer import ECTransferParams, KVTransferParams
+from engine.grammar import GrammarSpec, Matcher
 from engine.hashing import hash_block
+from engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """Alternatives to be told for each token sampled; 0: only the token itself. None: nothing is told."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not come up in the output."""
+    allowed_tokens: bytes | None = None
+    """A bitmask as a Matcher's of the tokens that may come up; None: all may."""
+    grammar: GrammarSpec | None = None
     extra_args: Mapping[str, object] = field(default_factory=dict)
     """What a request carries for others than the sampler; the transfer params travel here, parsed, under their names
     on the wire."""
@@ -77,6 +88,10 @@ class Request:
     hash_seed: bytes
     """Root of the block-hash chain: model fingerprint and cache salt."""
     arrival_time: float = field(default_factory=time.monotonic)
+    priority: int = 0
+    """Lower is served first, if the scheduler goes by it."""
+    matcher: Matcher | None = None
+    """Holds the output to sampling.grammar."""
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -90,6 +105,8 @@ class Request:
     """Prompt tokens loaded from another engine."""
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of the first tokens of the prompt, as far as they are known; None for the very first."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of token_ids, extended by update_hashes()."""
 
@@ -106,6 +123,11 @@ class Request:
     def ec_transfer_params(self) -> ECTransferParams | None:
         params = self.sampling.extra_args.get("ec_transfer_params")
         return params if isinstance(params, ECTransferParams) else None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They are not all known yet, and each needs the token before it to be computed here."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -132,6 +154,14 @@ class Request:
         legal = TRANSITIONS.get(self.status, frozenset())
         assert status in legal, f"{self.request_id}: {self.status.name} -> {status.name}"
         self.status = status
+
+    def add_prompt_logprobs(self, num_computed: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Those of the tokens that follow the first `num_computed`, in place of what is known of these."""
+        known = self.prompt_logprobs
+        del known[num_computed + 1 :]
+        if not known:
+            known.append(None)
+        known += logprobs
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

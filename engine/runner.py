@@ -13,17 +13,22 @@ from torch import Tensor
 from engine.attention.base import Attention, Prefill, Step
 from engine.attention.cpu import CpuPagedAttention
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.batch import Batch, ScheduledRequest
+from engine.batch import Batch, ScheduledRequest, StepResult
 from engine.kernels.build import load_kernels
 from engine.kernels.library import Kernels
 from engine.kv_cache import KVCache
+from engine.likelihood import token_logprobs
+from engine.logprobs import TokenLogprobs
 from engine.model.layers import KernelOps, TorchOps, compute_dtype
 from engine.model.llama import Llama
 from engine.model.loader import LoadedModel
 from engine.request import Request
-from engine.sampler import sample
+from engine.sampler import NO_TOKEN, sample
 
 logger = logging.getLogger(__name__)
+
+PROMPT_ROWS = 64
+"""Tokens of a prompt whose logits are there at once, if they are wanted."""
 
 
 class RunnerError(Exception):
@@ -75,21 +80,39 @@ class Runner:
         self._warm_up(max_num_seqs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[int]:
-        """Compute and store the KV of every scheduled token; return the next token of each request that samples, in the
-        order of the batch. Raises RunnerError if the logits of any are not finite."""
-        logits = self.logits(batch)
+    def run(self, batch: Batch) -> StepResult:
+        """Compute and store the KV of every scheduled token, and sample for each request that samples. Raises
+        RunnerError if the logits of any are not finite."""
+        hidden, hidden_of_prompts = self._hidden(batch)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden_of_prompts)
         requests = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
         if not requests:
-            return []
+            return StepResult([], prompt_logprobs=prompt_logprobs)
+        logits = self.model.logits(hidden)
         _check_finite(logits, requests)
+        asking = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+        raw = logits[asking] if asking else None  # a copy, for sampling changes the logits
         tokens = sample(logits, requests)
-        _check_drawn(tokens, requests, logits.shape[1])
-        return tokens
+        failures = {
+            request.request_id: _why_stuck(request)
+            for token, request in zip(tokens, requests, strict=True)
+            if token == NO_TOKEN
+        }
+        logprobs = {}
+        if raw is not None:
+            num_top = [requests[row].sampling.logprobs or 0 for row in asking]
+            told = token_logprobs(raw, [max(0, tokens[row]) for row in asking], num_top)
+            logprobs = {requests[row].request_id: one for row, one in zip(asking, told, strict=True)}
+        return StepResult(tokens, logprobs, prompt_logprobs, failures)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Compute and store the KV of every scheduled token; float32 [requests that sample, vocab_size]."""
+        return self.model.logits(self._hidden(batch)[0])
+
+    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What logits are made of: for each request that samples, and for each prompt token that is told about, both in
+        the order of the batch."""
         if self.kernels is not None:
             self.kernels.use_torch_threads()
         # Sequences of one token first: the decode kernel takes them as one slice.
@@ -97,7 +120,32 @@ class Runner:
         token_ids, step, last_rows = self._inputs([batch.scheduled[index] for index in order])
         row_of = dict(zip(order, last_rows, strict=True))
         rows = [row_of[index] for index, scheduled in enumerate(batch.scheduled) if scheduled.samples]
-        return self.model.forward(token_ids, step, self._tensor(np.array(rows, dtype=np.int64)))
+        num_sampling = len(rows)
+        for index, scheduled in enumerate(batch.scheduled):
+            first = row_of[index] - scheduled.num_tokens + 1
+            rows += range(first, first + scheduled.num_prompt_logprobs)
+        hidden = self.model.hidden(token_ids, step, self._tensor(np.array(rows, dtype=np.int64)))
+        return hidden[:num_sampling], hidden[num_sampling:]
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+        """By request id. Slice by slice: logits of a whole prompt at once could be gigabytes."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        start = 0
+        for scheduled in batch.scheduled:
+            request, count = scheduled.request, scheduled.num_prompt_logprobs
+            first = scheduled.num_computed + 1
+            targets = request.token_ids[first : first + count]
+            num_top = request.sampling.prompt_logprobs or 0
+            told: list[TokenLogprobs] = []
+            while len(told) < count:
+                part = targets[len(told) : len(told) + PROMPT_ROWS]
+                logits = self.model.logits(hidden[start : start + len(part)])
+                _check_finite(logits, [request] * len(part))
+                told += token_logprobs(logits, part, [num_top] * len(part))
+                start += len(part)
+            if told:
+                found[request.request_id] = told
+        return found
 
     @torch.inference_mode()
     def _warm_up(self, max_num_seqs: int) -> None:
@@ -158,8 +206,7 @@ def _check_finite(logits: Tensor, requests: Sequence[Request]) -> None:
         raise RunnerError("the model's output is not finite", bad)
 
 
-def _check_drawn(tokens: Sequence[int], requests: Sequence[Request], vocab_size: int) -> None:
-    """Sampling parameters that leave no token to draw are a fault of their request, not of the engine."""
-    if max(tokens) >= vocab_size:
-        bad = [request.request_id for request, token in zip(requests, tokens, strict=True) if token >= vocab_size]
-        raise RunnerError("its sampling parameters leave no token to draw", bad)
+def _why_stuck(request: Request) -> str:
+    if request.matcher is not None and request.matcher.failure is not None:
+        return request.matcher.failure
+    return "its sampling parameters leave no token to choose"

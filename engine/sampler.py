@@ -14,6 +14,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from engine.masks import next_tokens
 from engine.request import Request, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -25,12 +26,33 @@ TOP_P_CANDIDATES = 1024
 LARGEST_LOGIT = 1e30
 """Beyond it a penalty or a temperature could make a logit infinite, and the row's probabilities NaN."""
 _NEVER = float("-inf")
+NO_TOKEN = -1
+"""In place of a token, where a request's parameters leave none."""
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token per row of `logits` [rows, vocab_size] float32, which may be changed in place."""
-    for row, request in zip(logits, requests, strict=True):
-        adjust(row, request)
+    """One token, or NO_TOKEN, per row of `logits` [rows, vocab_size] float32, which may be changed in place."""
+    stuck = [index for index, request in enumerate(requests) if not prepare(logits[index], request)]
+    tokens = choose(logits, requests)
+    for index in stuck:
+        tokens[index] = NO_TOKEN
+    return tokens
+
+
+def prepare(logits: Tensor, request: Request) -> bool:
+    """Adjust a row and rule out what may not come. False, and nothing ruled out, if nothing may."""
+    adjust(logits, request)
+    mask = next_tokens(request, len(logits))
+    if mask is None:
+        return True
+    if not mask.any():
+        return False
+    logits.masked_fill_(torch.from_numpy(~mask).to(logits.device), _NEVER)
+    return True
+
+
+def choose(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+    """The likeliest token of each row, or one drawn."""
     drawn = [index for index, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW]
     if not drawn:
         return _ints(logits.argmax(-1))
@@ -44,7 +66,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def adjust(logits: Tensor, request: Request) -> None:
-    """Bias, minimum length and penalties: what changes even a greedy choice. In place; logits [vocab]."""
+    """Bias and penalties: what changes even a greedy choice. In place; logits [vocab]."""
     sampling = request.sampling
     vocab_size = len(logits)
     if sampling.logit_bias:
@@ -58,10 +80,6 @@ def adjust(logits: Tensor, request: Request) -> None:
     if (sampling.frequency_penalty or sampling.presence_penalty) and request.num_output_tokens:
         counts = torch.bincount(_index(request.output_token_ids, logits), minlength=vocab_size)
         logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    if request.num_output_tokens < sampling.min_tokens:
-        stops = [token for token in sampling.stop_token_ids | request.eos_token_ids if token < vocab_size]
-        if len(stops) < vocab_size:  # if every token is a stop token, one of them it must be
-            logits[_index(stops, logits)] = _NEVER
 
 
 def draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
@@ -75,7 +93,8 @@ def draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     chances = torch.tensor([[_uniform(request)] for request in requests], dtype=torch.float64, device=logits.device)
     # Below the total, so that the token found is one where the sum grows: never one with probability 0.
     targets = (chances * total).minimum(total.nextafter(torch.zeros_like(total)))
-    return _ints(torch.searchsorted(cumulative, targets, right=True).squeeze(-1))
+    tokens = _ints(torch.searchsorted(cumulative, targets, right=True).squeeze(-1))
+    return [token if token < logits.shape[1] else NO_TOKEN for token in tokens]
 
 
 def restrict(logits: Tensor, sampling: SamplingParams) -> None:

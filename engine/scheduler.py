@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and a step hands
 out a token budget so that the first catches up with the second: running requests first, then waiting ones in order of
-arrival. Chunked prefill, prefix caching and mixed batches all follow from this one rule.
+arrival, or of their priority. Chunked prefill, prefix caching and mixed batches all follow from this one rule.
 
 Blocks are held by requests that run, load (their KV is under way from another engine) or have loaded; nothing else in
 the queue holds any. A block gets its name, by which the prefix cache finds it, only after the forward pass or the
@@ -15,8 +15,10 @@ it takes it, at the cost of the oldest such lease, before anybody waits or is pr
 from __future__ import annotations
 
 import time
+from bisect import insort_left, insort_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from connectors.base import (
     BlocksClaimed,
@@ -32,8 +34,9 @@ from connectors.base import (
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
 from engine import limits
-from engine.batch import Batch, ScheduledRequest
+from engine.batch import Batch, ScheduledRequest, StepResult
 from engine.blocks import BlockPool
+from engine.logprobs import TokenLogprobs
 from engine.messages import Output, Stop
 from engine.request import Request, RequestStatus
 
@@ -51,6 +54,7 @@ class Scheduler:
         connector: Connector,
         ec_connector: ECConnector | None = None,
         enable_prefix_caching: bool = True,
+        policy: Literal["fcfs", "priority"] = "fcfs",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_num_seqs = max_num_seqs
@@ -60,6 +64,7 @@ class Scheduler:
         self.connector = connector
         self.ec_connector = ec_connector or NullECConnector()
         self.enable_prefix_caching = enable_prefix_caching
+        self._rank = _by_priority if policy == "priority" else _by_arrival
         self._clock = clock
 
         self.requests: dict[str, Request] = {}
@@ -70,7 +75,7 @@ class Scheduler:
         self.loaded: deque[Request] = deque()
         """KV has come, but `max_num_seqs` others run."""
         self.running: list[Request] = []
-        """Oldest first."""
+        """Oldest first, or most urgent first; the last is the first to be preempted."""
         self._outputs: list[Output] = []
 
         self.num_preemptions = 0
@@ -124,7 +129,7 @@ class Scheduler:
         if relies_on_cache and (miss := limits.cache_miss(request, len(self._match(request)))):
             self._fail(request, miss, status=409)
             return
-        self.waiting.append(request)
+        insort_right(self.waiting, request, key=self._rank)
 
     def stop(self, message: Stop) -> None:
         """End a request early; one that has ended already is not touched."""
@@ -174,9 +179,9 @@ class Scheduler:
         self.connector.build_connector_meta()
         return Batch(scheduled) if scheduled else None
 
-    def finish_step(self, batch: Batch, sampled: Sequence[int]) -> None:
-        """The batch was computed; `sampled` has one token for each of its requests that samples, in order."""
-        tokens = iter(sampled)
+    def finish_step(self, batch: Batch, result: StepResult) -> None:
+        """The batch was computed, with this result."""
+        tokens = iter(result.token_ids)
         for item in batch.scheduled:
             request = item.request
             token = next(tokens) if item.samples else None
@@ -186,8 +191,12 @@ class Scheduler:
             prompt_part = min(request.num_computed_tokens, request.num_prompt_tokens) - item.num_computed
             self.prompt_tokens_by_source["local_compute"] += max(0, prompt_part)
             self._name_blocks(request, item.num_computed)
-            if token is not None:
-                self._append(request, token)
+            if request.wants_prompt_logprobs:
+                request.add_prompt_logprobs(item.num_computed, result.prompt_logprobs.get(request.request_id, ()))
+            if failure := result.failures.get(request.request_id):
+                self._fail(request, failure, status=400)
+            elif token is not None:
+                self._append(request, token, result.logprobs.get(request.request_id))
         assert next(tokens, None) is None, "more tokens sampled than asked for"
 
     def _schedule_running(self, scheduled: list[ScheduledRequest]) -> int:
@@ -195,7 +204,7 @@ class Scheduler:
         while self.loaded and len(self.running) < self.max_num_seqs:
             request = self.loaded.popleft()
             request.to(RequestStatus.RUNNING)
-            self.running.append(request)
+            insort_right(self.running, request, key=self._rank)
         budget, index = self.max_num_batched_tokens, 0
         while index < len(self.running) and budget:
             request = self.running[index]
@@ -219,13 +228,20 @@ class Scheduler:
             return False
         missing = max(0, total - len(request.block_ids))
         while not self._reclaim(missing):
-            victim = self.loaded.pop() if self.loaded else self.running.pop()
+            victim = self._victim()
             self._preempt(victim)
             if victim is request:
                 return False
         if missing:
             request.block_ids += self.pool.allocate(missing)
         return True
+
+    def _victim(self) -> Request:
+        """Who goes first if the room does not do for all: the least urgent, rather one that has only been loaded."""
+        last = self.running[-1]
+        if self.loaded and self._rank(self.loaded[-1]) >= self._rank(last):
+            return self.loaded.pop()
+        return self.running.pop()
 
     def _reclaim(self, count: int) -> bool:
         """Have `count` blocks free, by revoking idle leases if it must be; False if there are not so many.
@@ -242,17 +258,17 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away; it computes everything again later, from the head of the queue."""
+        """Take a request's blocks away; it computes everything again later, before its like in the queue."""
         self._free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         if request.status is RequestStatus.RUNNING:
             request.to(RequestStatus.PREEMPTED)
-        self.waiting.appendleft(request)
+        insort_left(self.waiting, request, key=self._rank)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
-        """Admit waiting requests in order of arrival; the first that has to wait stops those behind it.
+        """Admit waiting requests in the order of the queue; the first that has to wait stops those behind it.
 
         A request is admitted only if *all* its tokens find room beside what the admitted ones still need for
         theirs: neither a prompt nor a load may take the blocks that a prefill under way is owed.
@@ -268,7 +284,7 @@ class Scheduler:
                 self._fail(request, miss, status=409)
                 continue
             num_local = len(hits) * request.block_size
-            num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            num_external, is_async = self._num_loadable(request, num_local)
             assert is_async or not num_external, "a load that does not wait is not supported"
             if num_external:
                 admissible = len(self.loading) + len(self.loaded) < self.max_num_seqs
@@ -286,7 +302,7 @@ class Scheduler:
                 self.loading[request.request_id] = request
             else:
                 request.to(RequestStatus.RUNNING)
-                self.running.append(request)
+                insort_right(self.running, request, key=self._rank)
                 self._give(request, num_new, scheduled)
                 budget -= num_new
             owed += _num_blocks_owed(request)
@@ -305,7 +321,7 @@ class Scheduler:
             return False
         request.block_ids = hits + self.pool.allocate(num_new_blocks)
         request.num_computed_tokens = num_local + num_external
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not request.wants_prompt_logprobs:
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += num_local
         if not request.num_output_tokens:
@@ -321,8 +337,18 @@ class Scheduler:
         scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_new))
 
     def _match(self, request: Request) -> list[int]:
-        """Cached blocks of the request's tokens, but for the last one: it is computed for its logits."""
+        """Cached blocks of the request's tokens, but for the last one: it is computed for its logits. None of them if
+        the logits of all are wanted."""
+        if request.wants_prompt_logprobs:
+            return []
         return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // request.block_size])
+
+    def _num_loadable(self, request: Request, num_local: int) -> tuple[int, bool]:
+        """What another engine has of it beyond the local hit; nothing if the logits of all tokens are wanted. The
+        connector then releases what is held for it, as with any request that needs no load."""
+        if request.wants_prompt_logprobs:
+            return 0, False
+        return self.connector.get_num_new_matched_tokens(request, num_local)
 
     def _name_blocks(self, request: Request, start: int) -> None:
         """Let the prefix cache find the blocks that were filled since `start` tokens were computed."""
@@ -364,7 +390,7 @@ class Scheduler:
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._name_blocks(request, request.num_cached_tokens)
         request.to(RequestStatus.WAITING)
-        self.loaded.append(request)
+        insort_right(self.loaded, request, key=self._rank)
 
     def _load_failed(self, request: Request, outcome: LoadFailed) -> None:
         """Back to what this engine has itself; the blocks meant for the load hold nothing that may be used."""
@@ -372,20 +398,34 @@ class Scheduler:
         request.num_computed_tokens = request.num_cached_tokens = 0
         if outcome.recompute:
             request.to(RequestStatus.WAITING)
-            self.waiting.appendleft(request)
+            insort_left(self.waiting, request, key=self._rank)
         else:
             self._fail(request, outcome.message)
 
     # How a request ends.
 
-    def _append(self, request: Request, token_id: int) -> None:
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
         request.append(token_id)
         self.num_generated_tokens += 1
         status, stop_token_id = limits.stop_reason(request, token_id, self.max_model_len)
-        if status is None:
-            self._emit(request, [token_id])
-        else:
-            self._finish(request, status, token_ids=[token_id], stop_token_id=stop_token_id)
+        if status is not None:
+            self._finish(request, status, token_ids=[token_id], stop_token_id=stop_token_id, logprobs=logprobs)
+            return
+        if request.matcher is not None:
+            request.matcher.advance(token_id)
+            if request.matcher.failure is not None:
+                self._fail(request, request.matcher.failure, status=400)
+                return
+        self._outputs.append(
+            Output(
+                request_id=request.request_id,
+                token_ids=[token_id],
+                logprobs=() if logprobs is None else [logprobs],
+                prompt_logprobs=_first_prompt_logprobs(request),
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+            )
+        )
 
     def _fail(self, request: Request, message: str, *, status: int = 500) -> None:
         self._finish(request, RequestStatus.FINISHED_ERROR, error=message, error_status=status)
@@ -397,6 +437,7 @@ class Scheduler:
         *,
         token_ids: Sequence[int] = (),
         stop_token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
         error: str | None = None,
         error_status: int = 500,
     ) -> None:
@@ -421,6 +462,8 @@ class Scheduler:
                 stop_token_id=stop_token_id,
                 kv_transfer_params=params,
                 ec_transfer_params=ec_params,
+                logprobs=() if logprobs is None else [logprobs],
+                prompt_logprobs=_first_prompt_logprobs(request) if token_ids else None,
                 num_cached_tokens=request.num_cached_tokens,
                 num_external_tokens=request.num_external_tokens,
                 error=error,
@@ -428,19 +471,25 @@ class Scheduler:
             )
         )
 
-    def _emit(self, request: Request, token_ids: list[int]) -> None:
-        self._outputs.append(
-            Output(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                num_cached_tokens=request.num_cached_tokens,
-                num_external_tokens=request.num_external_tokens,
-            )
-        )
-
     def _free(self, request: Request) -> None:
         self.pool.free(request.block_ids)
         request.block_ids = []
+
+
+def _by_arrival(request: Request) -> tuple[int, float]:
+    """The same for all: each queue stays in the order in which requests came to it."""
+    return 0, 0.0
+
+
+def _by_priority(request: Request) -> tuple[int, float]:
+    return request.priority, request.arrival_time
+
+
+def _first_prompt_logprobs(request: Request) -> Sequence[TokenLogprobs | None] | None:
+    """They go out with the first token."""
+    if request.sampling.prompt_logprobs is None or request.num_output_tokens != 1:
+        return None
+    return request.prompt_logprobs
 
 
 def _num_blocks_owed(request: Request) -> int:
@@ -452,6 +501,6 @@ def _num_blocks_owed(request: Request) -> int:
 
 def _wants_load(request: Request) -> bool:
     params = request.kv_transfer_params
-    if params is None or request.num_preemptions:
+    if params is None or request.num_preemptions or request.wants_prompt_logprobs:
         return False
     return bool(params.do_remote_prefill or (params.do_remote_decode and any(params.remote_block_ids or ())))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Tokenizer:
         self._backend = backend
         self._templates = dict(chat_templates)
         self._special_tokens = dict(special_tokens)
-        self._skipped = frozenset(id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._special = frozenset(id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._skipped = self._special
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self._spelling = Spelling(backend)
@@ -50,16 +52,36 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; ValueError if it is not Unicode text (a lone surrogate from a JSON escape)."""
         self.calls += 1
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _ids(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """encode() for text of others' making: in it <|im_end|> is nothing but these ten characters."""
+        self.calls += 1
+        return _ids(self._ordinary, text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        shown = [id_ for id_ in ids if id_ not in self._skipped] if skip_special_tokens else list(ids)
+        text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
+
+    def is_special(self, token: str) -> bool:
+        """Whether this text is a token that text cannot spell: one that answers do not show."""
+        return self._backend.token_to_id(token) in self._special
+
+    def show(self, tokens: Collection[str]) -> None:
+        """Have these tokens seen in answers although they are special: they are marks of the model's format."""
+        self._skipped -= {self._backend.token_to_id(token) for token in tokens}
+
+    def text_since_special(self, ids: Sequence[int]) -> str:
+        """The text after the last special token, of those that answers do not show."""
+        start = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in self._skipped), 0)
+        return self.decode(ids[start:], skip_special_tokens=False)
+
+    @cached_property
+    def max_characters_per_token(self) -> int:
+        """No text has more characters for each of its tokens."""
+        longest = max(len(self.token_str(token)) for token in range(self.vocab_size))
+        return 2 * longest  # normalisation may compose two characters into one
 
     def splice(self, ids: list[int], known: Sequence[int]) -> tuple[list[int], int]:
         """`ids` with the beginning of `known` in place of theirs where the text is provably the same, and how many of
@@ -83,9 +105,28 @@ class Tokenizer:
         """One token as text, special ones included; replacement characters for parts of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def to_json(self) -> str:
+        """The vocabulary, and how text falls into it, as a tokenizer.json has them."""
+        text: str = self._backend.to_str()
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        id_: int | None = self._backend.token_to_id(token)
+        return id_
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that ordinary text cannot spell."""
+        return self._special
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def template_text(self) -> str:
+        """The text of all chat templates, which shows how the model is talked to."""
+        return "\n".join(self._templates.values())
 
     def use_chat_template(self, path: Path) -> None:
         """Use the template in this file instead of the model's own; ModelError if it is none."""
@@ -130,6 +171,13 @@ class Tokenizer:
             )
         return source
 
+    @cached_property
+    def _ordinary(self) -> tokenizers.Tokenizer:
+        """A copy, for the setting is one for all who use a backend, in other threads too."""
+        backend = copy.deepcopy(self._backend)
+        backend.encode_special_tokens = True
+        return backend
+
     def _shown_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self.token_bytes(token_id)
 
@@ -138,3 +186,12 @@ class Tokenizer:
         if token is None:
             return b""
         return bytes_of_token(token) if self._byte_level else bytes_of_piece(token)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None
+    ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return ids

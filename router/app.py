@@ -11,25 +11,29 @@ import aiohttp
 from aiohttp import web
 
 from connectors.wire.openai import APIError, error_body
+from connectors.wire.openapi import PATH
 from connectors.wire.seal import SealKeys
 from router import admin, jsontext
-from router.api import models
+from router.api import abort, models, passthrough
 from router.api.chat import Chat
 from router.api.completions import Completions
+from router.api.generate import Generate
 from router.api.legs import Endpoint
+from router.api.responses import Responses
 from router.breakeven import BreakEven
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router
 from router.headers import request_id
 from router.metrics import Metrics
+from router.openapi import openapi
 from router.pool import Pool
 from router.reuse import watch_reuse
 from router.store import Store
 from router.sweep import Sweeper
 from router.turn import run_turn
-from router.upstream import RELEASE_SECONDS, Upstream
+from router.upstream import ABORT_PATH, RELEASE_SECONDS, Upstream
 
-ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions())
+ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions(), Responses(), Generate())
 
 # vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request.
 KEEP_ALIVE_SECONDS: Final = 2.0
@@ -46,11 +50,18 @@ def build_app(config: RouterConfig) -> web.Application:
     app = web.Application(middlewares=[errors], client_max_size=config.max_body_bytes)
     for endpoint in ENDPOINTS:
         app.router.add_post(endpoint.path, turn_handler(endpoint))
+    app.router.add_post(ABORT_PATH, abort.abort_requests)
+    for path in passthrough.POSTS:
+        app.router.add_post(path, passthrough.post)
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{model:.+}", models.get_model)
+    for path in passthrough.GETS:
+        app.router.add_route("*", path, passthrough.get)
+    app.router.add_get("/ping", admin.health)
     app.router.add_get("/health", admin.health)
     app.router.add_get("/ready", admin.ready)
     app.router.add_get("/metrics", admin.metrics)
+    app.router.add_get(PATH, openapi)
     app.on_response_prepare.append(finish_headers)
     app.cleanup_ctx.append(lambda app: parts(app, config, seals))
     return app

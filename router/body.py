@@ -22,7 +22,7 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
         raise APIError(415, f"Content-Encoding {encoding} is not understood here; send gzip, deflate or none.")
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            data = await request.read()
+            data = await _read(request, limit)
     except TimeoutError:
         raise APIError(408, f"The request body did not arrive within {BODY_SECONDS:.0f} s.") from None
     except web.RequestPayloadError as error:
@@ -38,7 +38,19 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
     return body
 
 
-def _unpack(data: bytes, limit: int) -> bytes:
+async def _read(request: web.Request, limit: int) -> bytearray | bytes:
+    """The body as sent. Not `request.read()`, which keeps a copy until the request is answered."""
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit)
+    data = bytearray()
+    async for part in request.content.iter_any():
+        data += part
+        if len(data) > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+    return data
+
+
+def _unpack(data: bytearray | bytes, limit: int) -> bytes:
     unpacker = zlib.decompressobj(_EITHER_HEADER)
     try:
         plain = unpacker.decompress(data, limit + 1)
@@ -48,4 +60,6 @@ def _unpack(data: bytes, limit: int) -> bytes:
         raise web.HTTPRequestEntityTooLarge(limit)
     if not unpacker.eof:
         raise bad_request("The request body cannot be decompressed: it ends too early.")
+    if unpacker.unused_data:
+        raise bad_request("The request body cannot be decompressed: something follows its end.")
     return plain

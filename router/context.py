@@ -13,6 +13,7 @@ from router.breakeven import BreakEven
 from router.config import RouterConfig
 from router.metrics import Metrics
 from router.pool import Pool
+from router.running import Running
 from router.store import Store
 from router.sweep import Sweeper
 from router.upstream import Upstream
@@ -75,6 +76,7 @@ class Router:
     sweeper: Sweeper
     break_even: BreakEven
     turns: InFlight = field(default_factory=InFlight)
+    running: Running = field(default_factory=Running)
     background: Background = field(default_factory=Background)
     draining: bool = False
     """Set by SIGTERM: /ready says no, connections are not kept, requests are still served."""

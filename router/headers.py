@@ -32,12 +32,16 @@ _NOT_ONWARD: Final = HOP_BY_HOP | {
     "content-length",
     "content-type",
     "expect",
-    "x-backhaul-explain",
     "x-conversation-id",
     "x-data-parallel-rank",
     "x-request-id",
 }
 _NOT_BACK: Final = HOP_BY_HOP | {"content-encoding", "content-length", "date", "server", "x-request-id"}
+
+OURS: Final = "x-backhaul-"
+"""How names begin of what router and engines say to each other; none of it crosses."""
+EXPLAIN: Final = "X-Backhaul-Explain"
+"""The one a client may send, to us."""
 
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
@@ -64,4 +68,9 @@ def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> CIMultiDict[str]:
     named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in stopped | named)
+    stopped |= named
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in stopped and not low.startswith(OURS)
+    )

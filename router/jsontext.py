@@ -1,4 +1,4 @@
-"""JSON from outside. What engines write is read leniently: some write NaN, or the escaped half of an emoji."""
+"""JSON from outside. What engines write is read leniently: some write NaN, or half an emoji, escaped or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loads(data: bytes) -> Any:
     except ValueError:
         pass
     try:
-        return json.loads(data)
+        return json.loads(data.decode("utf-8-sig", errors="replace"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -16,15 +16,14 @@ from typing import Final
 
 from connectors.wire.openai import APIError
 from connectors.wire.transfer import KVTransferParams
+from router.answer import Answer
 from router.context import Router
 from router.record import Record
-from router.relay import Answer
 from router.request import Turn
 from router.store import Claimed
 from router.upstream import EngineFault, ids_or_none
 from router.verify import ID_TYPE, verify
 
-SOLO: Final = frozenset({"several_choices", "several_prompts", "beam_search"})  # no one answer to go on from
 OFFER_SHARE: Final = 15 / 16
 """Of an engine's promise to keep blocks, what a record lives: the router's clock starts later, and pulls take time."""
 
@@ -112,19 +111,20 @@ def take_back(router: Router, turn: Turn, error: APIError) -> None:
 
 async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     """File what the next turn needs, and what this one leaves of the last. Goes on if the client leaves meanwhile."""
-    turn.report.see_usage(answer)
+    turn.report.see_usage(answer.seen)
     await asyncio.shield(router.background.start(_file(router, turn, answer)))
 
 
 async def _file(router: Router, turn: Turn, answer: Answer) -> None:
-    report, past = turn.report, turn.past
-    offer = answer.params if answer.params is not None and answer.params.do_remote_decode else None
-    key = turn.conversation.file_under(answer.message)
-    if key is None or turn.alone in SOLO or not answer.finished or report.decode is None:
+    report, past, seen = turn.report, turn.past, answer.seen
+    offer = seen.params if seen.params is not None and seen.params.do_remote_decode else None
+    goes_on = seen.finished and not turn.several and turn.alone != "beam_search"
+    key = _key(turn, answer) if goes_on else None
+    if key is None or report.decode is None:
         release(router, offer)
         return
-    prompt = array(ID_TYPE, ids_or_none(answer.prompt_token_ids) or past.prompt_ids or ())
-    output = answer.output_token_ids if answer.output_ids_complete and prompt else ()
+    prompt = array(ID_TYPE, ids_or_none(seen.prompt_token_ids) or past.prompt_ids or ())
+    output = seen.output_token_ids if seen.output_ids_complete and prompt else ()
     ttl = router.config.conversation_ttl
     if offer is not None and offer.remote_blocks_ttl is not None:
         ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
@@ -142,6 +142,11 @@ async def _file(router: Router, turn: Turn, answer: Answer) -> None:
         release(router, orphan)
     if saved.kept and offer is not None and is_ours(offer):
         router.sweeper.watch(key, saved.stamp, record.deadline)
+
+
+def _key(turn: Turn, answer: Answer) -> str | None:
+    conversation = turn.conversation
+    return conversation.find if conversation.named else conversation.file_under(answer.message)
 
 
 def release(router: Router, blocks: KVTransferParams | None) -> None:

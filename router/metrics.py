@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from prometheus_client import (
@@ -112,6 +112,12 @@ class Metrics:
         self.engine_in_flight = Gauge(
             name("engine_in_flight"), "Requests in flight to an engine.", ["role", "engine"], registry=registry
         )
+
+        # A turn counts a dozen things, and finding a series by its labels costs more than counting.
+        for metric in (self.turns, self.plans, self.tokens, self.store_operations):
+            metric.labels = cache(metric.labels)  # type: ignore[method-assign]
+        for histogram in (self.turn_seconds, self.leg_seconds, self.first_byte_seconds):
+            histogram.labels = cache(histogram.labels)  # type: ignore[method-assign]
 
         for endpoint in endpoints:  # there from the start, at zero: an increase from nothing is not seen by rate()
             self.handoff_missing.labels(endpoint)

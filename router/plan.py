@@ -57,7 +57,7 @@ class Plan:
 
 REASONS: Final = (
     *("new", "affinity", "spill", "moved", "short_suffix", "no_prefill_pool", "no_prefill_engine"),
-    *("several_choices", "several_prompts", "beam_search", "prompt_logprobs", "prompt_embeds"),
+    *("several_choices", "several_prompts", "beam_search", "prompt_logprobs", "prompt_embeds", "stored_state"),
 )
 """
 new                 nothing is known of the conversation: the least loaded engines

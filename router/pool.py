@@ -118,6 +118,11 @@ class Pool:
             default=None,
         )
 
+    def decodes_ours(self, model: str) -> bool:
+        """Whether all engines that may decode for this model are Backhaul's."""
+        able = [engine for engine in self.decode if model in engine.models]
+        return bool(able) and all(engine.is_ours(model) for engine in able)
+
     def models(self) -> dict[str, Mapping[str, Any]]:
         """The models that can be decoded, with the smallest `max_model_len` any engine has for them."""
         cards: dict[str, Mapping[str, Any]] = {}

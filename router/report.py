@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from router.answer import Seen
 from router.api.legs import Prefilled
 from router.metrics import TOKEN_KINDS, Metrics
-from router.relay import Answer
 
 Outcome = Literal["ok", "rejected", "failed", "cut", "client_gone"]
 
@@ -74,25 +73,25 @@ class Report:
             self.pulled_tokens = prefilled.params.remote_prefill_pulled_tokens
         return self.computed_tokens
 
-    def see_start(self, answer: Answer) -> None:
+    def see_start(self, seen: Seen) -> None:
         """The first piece of a stream; for a turn without a prefill leg it tells what that would have told."""
         self.see_first_byte()
-        if self.prompt_tokens is None and answer.prompt_token_ids:
-            self.prompt_tokens = len(answer.prompt_token_ids)
-        if not self.handoff and answer.num_cached_tokens is not None:
-            self.cached_tokens = answer.num_cached_tokens
+        if self.prompt_tokens is None and seen.prompt_token_ids:
+            self.prompt_tokens = len(seen.prompt_token_ids)
+        if not self.handoff and seen.num_cached_tokens is not None:
+            self.cached_tokens = seen.num_cached_tokens
 
-    def see_usage(self, answer: Answer) -> None:
+    def see_usage(self, seen: Seen) -> None:
         """Take the engine's own counts where it gives them, else those of the ids seen."""
-        usage = answer.usage
-        self.prompt_tokens = _count(
-            usage.get("prompt_tokens"), len(answer.prompt_token_ids or ()) or self.prompt_tokens
-        )
-        self.completion_tokens = _count(usage.get("completion_tokens"), len(answer.output_token_ids) or None)
-        details = usage.get("prompt_tokens_details")
+        usage = seen.usage
+        known = len(seen.prompt_token_ids or ()) or self.prompt_tokens
+        self.prompt_tokens = known if usage.prompt is None else usage.prompt
+        self.completion_tokens = usage.completion
+        if usage.completion is None and seen.output_token_ids:
+            self.completion_tokens = len(seen.output_token_ids)
         # After a prefill leg this count includes what was pulled, which we know better.
-        if isinstance(details, Mapping) and self.cached_tokens is None:
-            self.cached_tokens = _count(details.get("cached_tokens"), None)
+        if self.cached_tokens is None:
+            self.cached_tokens = usage.cached
 
     def explain(self) -> dict[str, str]:
         """The headers that X-Backhaul-Explain asks for."""
@@ -117,12 +116,9 @@ class Report:
         if self.first_byte is not None:
             metrics.first_byte_seconds.labels(self.endpoint).observe(self.first_byte)
         for kind in TOKEN_KINDS:
-            metrics.tokens.labels(kind).inc(getattr(self, f"{kind}_tokens") or 0)
+            if count := getattr(self, f"{kind}_tokens"):
+                metrics.tokens.labels(kind).inc(count)
         fields = {name: getattr(self, name) for name in _LOGGED}
         fields["first_byte_ms"] = None if self.first_byte is None else round(1000 * self.first_byte, 1)
         fields["ms"] = round(1000 * seconds, 1)
         log.info("turn", extra={name: value for name, value in fields.items() if value is not None})
-
-
-def _count(value: object, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else otherwise

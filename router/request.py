@@ -14,11 +14,12 @@ from multidict import CIMultiDict
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams
 from router import headers
-from router.api.legs import Endpoint, wants_usage, without_engine_talk
+from router.api.legs import Endpoint
 from router.body import read_object
+from router.clean import without_engine_talk
 from router.context import Router
 from router.conversation import Conversation, Scope, identify, media_digests, name_of
-from router.relay import Answer
+from router.pool import Engine
 from router.report import Report
 from router.store import Claimed
 from router.verify import Why
@@ -52,12 +53,18 @@ class Past:
 @dataclass(slots=True)
 class Turn:
     endpoint: Endpoint
+    tenant: str
+    """Whose it is, as a digest."""
+    task: asyncio.Task[object]
+    """Serves the turn."""
     body: dict[str, Any]
     """The client's, without what only router and engines may say to each other."""
     headers: CIMultiDict[str]
     """For the legs."""
     model: str
     alone: str | None
+    several: bool
+    """There will be no one answer to go on from."""
     conversation: Conversation
     media: tuple[str, ...]
     """Digests of what in the messages is no text."""
@@ -75,27 +82,32 @@ class Turn:
     """Engines that failed this turn."""
     faults: Counter[str] = field(default_factory=Counter)
     """How many, by role."""
-
-    def new_answer(self) -> Answer:
-        return Answer(keep_token_ids=bool(self.body.get("return_token_ids")), keep_usage=wants_usage(self.body))
+    engine: Engine | None = None
+    """Works on it now."""
+    aborted: bool = False
+    """Its client has asked for its end."""
 
 
 async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, report: Report) -> Turn:
     """Raises APIError, or web.HTTPException, for a request that cannot be one."""
     body = await read_object(request, router.config.max_body_bytes)
-    body = without_engine_talk(body)
+    body = without_engine_talk(body, request.headers, refuse=router.config.client_transfer_params == "refuse")
     name = name_of(body, request.headers)
     body.pop("conversation_id", None)
     model = _model(router, body)
     salt = body.get("cache_salt")
-    scope = Scope(_tenant(router, request), model, salt if isinstance(salt, str) else None)
+    tenant = tenant_of(router, request)
+    scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
     return Turn(
         endpoint=endpoint,
+        tenant=tenant,
+        task=this_task(),
         body=body,
         headers=headers.onward(request.headers, report.request_id),
         model=model,
-        alone=endpoint.alone(body),
+        alone=endpoint.alone(body, ours=router.pool.decodes_ours(model)),
+        several=endpoint.several(body),
         conversation=identify(scope, name, history),
         media=media_digests(history),
         explain=router.config.explain and request.headers.get("X-Backhaul-Explain") == "1",
@@ -104,7 +116,13 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     )
 
 
-def _tenant(router: Router, request: web.Request) -> str:
+def this_task() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    assert task is not None, "a turn is served by a task"
+    return task
+
+
+def tenant_of(router: Router, request: web.Request) -> str:
     """All values of the header count: a client that sends one of its own beside that of a proxy is somebody else."""
     digest = blake2b(digest_size=16)
     for value in request.headers.getall(router.config.tenant_header, ()):

@@ -13,11 +13,12 @@ from connectors.wire import sse
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from router import headers, jsontext, memory
+from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router
 from router.plan import Facts, Plan, make_plan
 from router.pool import Engine
-from router.relay import Answer, StreamRelay
+from router.relay import StreamRelay
 from router.report import Report
 from router.request import Turn, read_turn
 from router.upstream import EngineFault, Stream, gone_for_now
@@ -35,9 +36,8 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     try:
         with router.turns:
             turn = await read_turn(router, request, endpoint, report)
-            async with memory.recall(router, turn):
-                await memory.compare(router, turn)
-                return await answer(router, request, turn)
+            with router.running.serve(turn):
+                return await serve(router, request, turn)
     except APIError as error:
         report.status = error.status
         report.outcome = "failed" if error.status >= 500 else "rejected"
@@ -55,11 +55,24 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         report.settle(router.metrics)
 
 
+async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
+    try:
+        async with memory.recall(router, turn):
+            await memory.compare(router, turn)
+            return await answer(router, request, turn)
+    except asyncio.CancelledError:
+        if turn.aborted and turn.task.uncancel() == 0:  # by a request of its client, who is still there
+            raise aborted() from None
+        raise
+
+
 async def answer(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
     """Plan, prefill, decode; once more on other engines if one fails before the client has seen anything."""
     prefilled: Prefilled | None = None
     try:
         while True:
+            if turn.aborted:
+                raise aborted()
             turn.report.attempts += 1
             plan = plan_turn(router, turn)
             turn.report.model = turn.model
@@ -112,6 +125,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     report.prefill, report.kv = url, plan.kv
     offer = memory.give(turn) if plan.pull else None
     body = turn.endpoint.prefill_leg(turn.body, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
+    turn.engine = engine
     leg = asyncio.create_task(
         router.upstream.prefill(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
     )
@@ -127,6 +141,9 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
                 error.may_be_offer = error.kind in ("status", "params") and error.status != 503
         raise
     turn.blocks = prefilled.params
+    turn.engine = None
+    if turn.aborted:
+        raise aborted()
     if offer is not None:
         turn.past.lose()
     if prefilled.params is None:
@@ -167,12 +184,14 @@ async def decode(
     params = prefilled.params if prefilled else None
     if params is None:
         params = alone_params(router, turn, plan, engine)
-    body = turn.endpoint.decode_leg(turn.body, params, ids)
+    ours = engine.is_ours(turn.model)
+    body = turn.endpoint.decode_leg(turn.body, params, ids, ours=ours)
+    answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)
     async with router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline) as stream:
-        turn.blocks = None
+        turn.blocks, turn.engine = None, engine
         if turn.body.get("stream") and stream.is_events:
-            return await pass_on(router, request, turn, stream)
-        return await pass_whole(router, turn, stream)
+            return await pass_on(router, request, turn, stream, answer)
+        return await pass_whole(router, turn, stream, answer)
 
 
 def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
@@ -187,19 +206,19 @@ def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTr
     return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
 
 
-async def pass_whole(router: Router, turn: Turn, stream: Stream) -> web.Response:
+async def pass_whole(router: Router, turn: Turn, stream: Stream, answer: Answer) -> web.Response:
     body = await stream.whole()
-    answer = turn.new_answer()
     answer.take(body)
     await memory.remember(router, turn, answer)
     turn.report.outcome = "ok"
     return web.Response(body=jsontext.dumps(body), headers=_answer_headers(turn, stream))
 
 
-async def pass_on(router: Router, request: web.Request, turn: Turn, stream: Stream) -> web.StreamResponse:
+async def pass_on(
+    router: Router, request: web.Request, turn: Turn, stream: Stream, answer: Answer
+) -> web.StreamResponse:
     """Send the events on as they come. Once the first has left there is no way back: what fails then ends the
     stream with an error event."""
-    answer = turn.new_answer()
     relay = StreamRelay(answer)
     response = web.StreamResponse()
     failure: dict[str, Any] | None = None
@@ -207,8 +226,8 @@ async def pass_on(router: Router, request: web.Request, turn: Turn, stream: Stre
         async for chunk in stream.chunks():
             out = relay.feed(chunk)
             if not response.prepared:
-                if answer.error is not None:
-                    raise stream.refusal(answer.error)
+                if answer.seen.error is not None:
+                    raise stream.refusal(answer.seen.error)
                 if out:
                     await _begin(request, response, turn, stream, answer)
             if out:
@@ -221,6 +240,10 @@ async def pass_on(router: Router, request: web.Request, turn: Turn, stream: Stre
             await _begin(request, response, turn, stream, answer)
     except ConnectionResetError:
         raise
+    except asyncio.CancelledError:
+        if not (response.prepared and turn.aborted and turn.task.uncancel() == 0):
+            raise
+        failure = aborted().body()
     except Exception as error:
         if not response.prepared:
             raise
@@ -258,6 +281,10 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
 
 
+def aborted() -> APIError:
+    return APIError(409, "The request was aborted, as asked.", type="ConflictError", code="aborted")
+
+
 def give_back(router: Router, turn: Turn) -> None:
     """No decode engine has taken the blocks that are held for it."""
     memory.release(router, turn.blocks)
@@ -287,7 +314,7 @@ def _answer_headers(turn: Turn, stream: Stream) -> CIMultiDict[str]:
 async def _begin(
     request: web.Request, response: web.StreamResponse, turn: Turn, stream: Stream, answer: Answer
 ) -> None:
-    turn.report.see_start(answer)
+    turn.report.see_start(answer.seen)
     response.headers.extend(_answer_headers(turn, stream))
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"

@@ -11,17 +11,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Final, Literal
 
 import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from connectors.wire.openai import APIError
 from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
-from router.api.legs import TRANSFER_KEYS, Body, Prefilled
+from router.api.legs import Body, Prefilled
+from router.clean import TRANSFER_KEYS
 from router.metrics import Metrics
 from router.pool import Engine, Pool
 from router.reuse import Sent
@@ -29,6 +32,7 @@ from router.reuse import Sent
 MAX_ANSWER_BYTES: Final = 256 << 20
 IN_ONE_PIECE_BYTES: Final = 1 << 19
 RELEASE_SECONDS: Final = 1.0
+ABORT_PATH: Final = "/inference/v1/abort_requests"
 DRAIN_SECONDS: Final = 0.5
 LEAVING: Final = "shutting down"  # what our engine's 503 says then
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
@@ -105,6 +109,12 @@ class Stream:
         return self._upstream.counted(_fault(self._engine, "nonsense", 502, "answered nothing"))
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+
 class Upstream:
     def __init__(
         self,
@@ -178,6 +188,28 @@ class Upstream:
         self._metrics.tokenizations.labels("failed" if ids is None else "ok").inc()
         return ids
 
+    async def ask(self, engine: Engine, method: str, target: URL, body: Body | None, headers: CIMultiDict[str]) -> Told:
+        """A request that is no turn: the engine's good answer as it is, or APIError. `target` is path and query."""
+        with self.faults(engine):
+            async with asyncio.timeout(self._prefill_timeout):
+                url = URL(engine.url).join(target)
+                data = None if body is None else _payload(body)
+                async with self._session.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
+                ) as response:
+                    if response.status != 200:
+                        raise _refusal(engine, response.status, await _error_fields(engine, response))
+                    return Told(response.headers, await _read(engine, response))
+
+    async def abort(self, engine: Engine, request_id: str) -> bool:
+        """Whether the engine has ended the request: its answer comes to its end by itself. Raises APIError."""
+        body: Body = {"request_ids": [request_id]}
+        headers = {} if self._seals is None else {SEAL_HEADER: self._seals.seal(ABORT_PATH, body)}
+        with self.faults(engine):
+            async with asyncio.timeout(RELEASE_SECONDS), self._post(engine, ABORT_PATH, body, headers) as response:
+                answer = _json_object(engine, response, await _read(engine, response))
+        return answer.get("aborted") == 1
+
     async def release(self, params: KVTransferParams) -> None:
         """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
         host, port = params.remote_host or "", params.remote_port
@@ -196,7 +228,8 @@ class Upstream:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         sent = Sent()
         if self._seals is not None and any(key in body for key in TRANSFER_KEYS):
-            headers = {**headers, SEAL_HEADER: self._seals.seal(path, body)}
+            headers = CIMultiDict(headers)  # not a dict, which would keep one of several values
+            headers[SEAL_HEADER] = self._seals.seal(path, body)
         try:
             response = await self._session.post(
                 engine.url + path, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent
@@ -330,6 +363,7 @@ def _json_object(engine: Engine, response: aiohttp.ClientResponse, text: bytes) 
 def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:
     """The prefill engine's transfer params if a decode engine can use them."""
     if value is None:
+        log.warning("no transfer params", extra={"engine": engine.url, "why": "it answered without any"})
         return None
     try:
         return KVTransferParams.parse(value).for_decode()

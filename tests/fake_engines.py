@@ -12,6 +12,7 @@ from connectors.lease import Leases
 from connectors.transport import Peer, TransferEvent
 from connectors.wire.transfer import KVTransferParams
 from engine.blocks import BlockPool
+from engine.logprobs import TokenLogprobs
 from engine.messages import Output, Stop
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -45,6 +46,7 @@ class FakeEngine:
         recompute_threshold: int = 0,
         offer_seconds: float = OFFER_SECONDS,
         clock_offset: float = 0.0,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         """`clock_offset` is what this engine's clock is ahead of the network's."""
         self.network = network or FakeNetwork()
@@ -83,10 +85,14 @@ class FakeEngine:
             pool=self.pool,
             connector=self.connector,
             enable_prefix_caching=enable_prefix_caching,
+            policy=scheduling_policy,
             clock=self.clock,
         )
         self.tokens: dict[str, list[int]] = {}
         """Output so far, per request."""
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        """One for each of these tokens, of requests that asked."""
+        self.prompt_logprobs: dict[str, Sequence[TokenLogprobs | None]] = {}
         self.finals: dict[str, Output] = {}
         self.filled: dict[bytes, tuple[bytes, ...]] = {}
         """Block hash -> the KV a block of that name must hold."""
@@ -127,6 +133,10 @@ class FakeEngine:
         for output in self.scheduler.take_outputs():
             assert output.request_id not in self.finals, f"{output.request_id} goes on after its end"
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in self.prompt_logprobs, "told twice"
+                self.prompt_logprobs[output.request_id] = output.prompt_logprobs
             if output.finished:
                 self.finals[output.request_id] = output
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.batch import Batch
+from engine.batch import Batch, StepResult
+from engine.grammar import Matcher
+from engine.logprobs import TokenLogprobs
 from engine.request import Request, SamplingParams
 
 VOCAB_SIZE = 50
@@ -38,6 +40,11 @@ def kv_of(token_ids: Sequence[int]) -> list[bytes]:
 def next_token(values: Sequence[bytes]) -> int:
     """What the model says after a sequence with this KV."""
     return int.from_bytes(blake2b(b"".join(values), digest_size=4).digest(), "little") % VOCAB_SIZE
+
+
+def logprobs_of(token_id: int) -> TokenLogprobs:
+    """What the model says of a token, wherever it stands."""
+    return TokenLogprobs(token_id, -token_id / VOCAB_SIZE, rank=token_id + 1)
 
 
 @dataclass
@@ -67,10 +74,13 @@ class FakeRunner:
         """Tokens computed per request, all tries together."""
         self.batches: list[list[tuple[str, int]]] = []
         """Per step: (request id, tokens)."""
+        self.failures: dict[str, str] = {}
+        """Requests that no token can be sampled for, and why."""
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.batches.append([(item.request.request_id, item.num_tokens) for item in batch.scheduled])
         sampled = []
+        prompt_logprobs = {}
         for item in batch.scheduled:
             request, end = item.request, item.num_computed + item.num_tokens
             assert item.num_tokens > 0, f"{request.request_id}: nothing to compute"
@@ -81,9 +91,17 @@ class FakeRunner:
                 self._block(request, position)[position % request.block_size] = values[position]
             done = self.num_computed.get(request.request_id, 0)
             self.num_computed[request.request_id] = done + item.num_tokens
+            if item.num_prompt_logprobs:
+                told = request.token_ids[item.num_computed + 1 : item.num_computed + 1 + item.num_prompt_logprobs]
+                prompt_logprobs[request.request_id] = [logprobs_of(token) for token in told]
             if item.samples:
                 sampled.append(next_token(values))
-        return sampled
+        logprobs = {
+            item.request.request_id: logprobs_of(token)
+            for item, token in zip([item for item in batch.scheduled if item.samples], sampled, strict=True)
+            if item.request.sampling.logprobs is not None
+        }
+        return StepResult(sampled, logprobs, prompt_logprobs, self.failures)
 
     def _block(self, request: Request, position: int) -> list[bytes | None]:
         return self.kv.blocks[request.block_ids[position // request.block_size]]
@@ -106,6 +124,9 @@ def make_request(
     block_size: int = BLOCK_SIZE,
     hash_seed: bytes = HASH_SEED,
     params=None,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    matcher: Matcher | None = None,
     **sampling,
 ) -> Request:
     return Request(
@@ -121,7 +142,9 @@ def make_request(
         eos_token_ids=frozenset({EOS}),
         block_size=block_size,
         hash_seed=hash_seed,
-        arrival_time=0.0,
+        arrival_time=arrival_time,
+        priority=priority,
+        matcher=matcher,
     )
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from connectors.wire import sse
+from connectors.wire.note import TOKEN_NOTE
 
 PIECES = ("Gr", "üß", " dich", " ", "👋", "")
 OUTPUT_IDS = [11, 12, 13, 14, 15, 2]
@@ -70,9 +71,11 @@ class StubEngine:
         self.awake.set()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/responses/{id}", self._stored)
         app.router.add_post("/kv/release", self._release)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/{tail:.+}", self._serve)
+        app.router.add_post("/inference/v1/{tail:.+}", self._serve)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         self.site = web.TCPSite(runner, "127.0.0.1", port)
@@ -102,6 +105,9 @@ class StubEngine:
             answer.force_close()
         return answer
 
+    async def _stored(self, request: web.Request) -> web.Response:
+        return web.json_response({"id": request.match_info["id"], "on": self.role})
+
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.tokenized.append(body)
@@ -114,6 +120,8 @@ class StubEngine:
         params = body.get("kv_transfer_params") or {}
         if params.get("prompt_token_ids"):
             return list(params["prompt_token_ids"])
+        if "token_ids" in body:
+            return list(body["token_ids"])
         if not self.tokenizes or "messages" not in body:
             return PROMPT_IDS
         ids: list[int] = []
@@ -184,27 +192,40 @@ class StubEngine:
         prompt, output = len(self.ids(body)), len(OUTPUT_IDS)
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
+    def note(self, body: dict[str, Any], *parts: str) -> dict[str, Any]:
+        """The token note, if it was asked for."""
+        known = {"prompt_token_ids": self.ids(body), "token_ids": OUTPUT_IDS}
+        return {TOKEN_NOTE: {part: known[part] for part in parts}} if body.get(TOKEN_NOTE) else {}
+
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        chat = "messages" in body
+        if "input" in body:
+            return self.response(body) | self.note(body, "prompt_token_ids", "token_ids")
+        chat, tokens = "messages" in body, "token_ids" in body
         ids = bool(body.get("return_token_ids"))
         choice: dict[str, Any] = {"finish_reason": "stop", "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
-        choice |= {"token_ids": OUTPUT_IDS if ids else None}
-        if not chat:
+        if not tokens:
+            choice |= {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+        choice |= {"token_ids": OUTPUT_IDS if ids or tokens else None}
+        if not chat and not tokens:
             choice["prompt_token_ids"] = self.ids(body) if ids else None
+        n = (body.get("sampling_params") or body).get("n") or 1
         return {
             "id": "x-1",
             "object": "chat.completion" if chat else "text_completion",
             "model": self.model,
-            "choices": [{"index": i, **choice} for i in range(body.get("n") or 1)],
+            "choices": [{"index": i, **choice} for i in range(n)],
             "usage": self.usage(body),
             "kv_transfer_params": self.params(body),
             "ec_transfer_params": None,
-            **({"prompt_token_ids": self.ids(body) if ids else None} if chat else {}),
+            **({"prompt_token_ids": self.ids(body) if ids else None} if chat or tokens else {}),
+            **self.note(body, "prompt_token_ids", "token_ids"),
         }
 
     def events(self, body: dict[str, Any]) -> list[bytes]:
-        chat, ids = "messages" in body, bool(body.get("return_token_ids"))
+        if "input" in body:
+            return self.response_events(body)
+        chat, tokens = "messages" in body, "token_ids" in body
+        ids = bool(body.get("return_token_ids"))
         base = {"id": "x-1", "object": "chat.completion.chunk" if chat else "text_completion", "model": self.model}
         events: list[dict[str, Any]] = []
         if chat:
@@ -213,16 +234,54 @@ class StubEngine:
         for number, (piece, token) in enumerate(zip(PIECES, OUTPUT_IDS, strict=True)):
             last = number == len(PIECES) - 1
             choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
-            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
-            if ids:
+            if not tokens:
+                choice |= {"delta": {"content": piece}} if chat else {"text": piece}
+            if ids or tokens:
                 choice["token_ids"] = [token]
-                if not chat and number == 0:
+                if not chat and not tokens and number == 0:
                     choice["prompt_token_ids"] = self.ids(body)
             params = {"kv_transfer_params": self.params(body) if last else None} if self.stream_params else {}
-            events.append({**base, "choices": [choice], **params})
+            told = {"prompt_token_ids": self.ids(body)} if tokens and ids and number == 0 else {}
+            events.append({**base, "choices": [choice], **params, **told})
+        events[0] |= self.note(body, "prompt_token_ids")
+        events[-1] |= self.note(body, "token_ids")
         if (body.get("stream_options") or {}).get("include_usage"):
             events.append({**base, "choices": [], "usage": self.usage(body)})
         return [*(sse.event(event) for event in events), sse.DONE_EVENT]
+
+    def response(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An answer of the responses endpoint, without the note."""
+        part = {"type": "output_text", "text": TEXT, "annotations": []}
+        said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
+        usage = self.usage(body)
+        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        ids = {"prompt_token_ids": self.ids(body), "token_ids": OUTPUT_IDS} if body.get("return_token_ids") else {}
+        return {
+            "id": "resp_1",
+            "object": "response",
+            "created_at": 1,
+            "model": self.model,
+            "status": "completed",
+            "error": None,
+            "output": [said],
+            "usage": counts | {"total_tokens": usage["total_tokens"]},
+            "kv_transfer_params": self.params(body),
+            **ids,
+        }
+
+    def response_events(self, body: dict[str, Any]) -> list[bytes]:
+        begun = {**self.response(body), "status": "in_progress", "output": [], "usage": None}
+        for key in ("kv_transfer_params", "prompt_token_ids", "token_ids"):
+            begun.pop(key, None)
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun} | self.note(body, "prompt_token_ids"),
+            *({"type": "response.output_text.delta", "item_id": "msg_1", "delta": piece} for piece in PIECES),
+            {"type": "response.completed", "response": self.response(body) | self.note(body, "token_ids")},
+        ]
+        return [
+            f"event: {event['type']}\n".encode() + sse.event({**event, "sequence_number": number})
+            for number, event in enumerate(events)
+        ]
 
     async def play(
         self, request: web.Request, events: list[bytes], *, pause: float = 0.0, cut: bool = False

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+MAX_MESSAGE: Final = 2000
+MAX_PARAM: Final = 200
+"""Characters. An error may quote what is wrong with a request, not give all of it back."""
 
 
 class APIError(Exception):
@@ -36,7 +40,8 @@ class APIError(Exception):
 
 def error_body(message: str, *, type: str, param: str | None = None, code: str | int | None = None) -> dict[str, Any]:
     """Return the JSON object of an error response, or of an SSE error event."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+    param = None if param is None else param[:MAX_PARAM]
+    return {"error": {"message": message[:MAX_MESSAGE], "type": type, "param": param, "code": code}}
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | int | None = None) -> APIError:

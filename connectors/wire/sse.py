@@ -16,10 +16,13 @@ import orjson
 DONE: Final = b"[DONE]"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
-# A blank line: two line ends in a row, each CRLF, LF, or a CR that is not half of a CRLF. A CRLF cut in two at the
-# very end leaves its LF to begin the next event, where it is one more line without a field.
-_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
+# A blank line: two line ends in a row, each CRLF, LF or CR. Where events begin and end must not depend on how the
+# stream is cut into reads, and no event is to wait for the next. So a CR after a CRLF, which is surely half of another,
+# waits for the byte after it; after any other line end it ends the event, and an LF that follows it begins the next
+# one, as one more line without a field.
+_EVENT_END = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|(?:(?<!\r)\n|\r(?!\n))[\r\n]")
 _LONGEST_END: Final = 4
+_BOM: Final = b"\xef\xbb\xbf"
 
 
 class SSEError(ValueError):
@@ -44,22 +47,22 @@ class SSEParser:
         self._max = max_event_bytes
         self._buffer = bytearray()
         self._searched = 0
+        self._begun = False
 
     def feed(self, chunk: bytes) -> list[SSEEvent]:
         """The events that end in this chunk. Raises SSEError if one grows beyond the bound."""
-        self._buffer += chunk
+        buffer = self._buffer
+        buffer += chunk
         events: list[SSEEvent] = []
-        start = 0
-        while end := _EVENT_END.search(self._buffer, max(start, self._searched)):
-            raw = bytes(self._buffer[start : end.end()])
-            events.append(SSEEvent(raw, _data(raw)))
-            start = end.end()
-            self._searched = start
-        if start:
-            del self._buffer[:start]
-        if len(self._buffer) > self._max:
+        while end := _EVENT_END.search(buffer, self._searched):
+            raw = bytes(buffer[: end.end()])
+            del buffer[: end.end()]  # cheap: a bytearray only moves its start
+            events.append(SSEEvent(raw, data_of(raw) if self._begun else data_of(raw.removeprefix(_BOM))))
+            self._begun = True
+            self._searched = 0
+        if len(buffer) > self._max:
             raise SSEError(f"an event is longer than {self._max} bytes")
-        self._searched = max(0, len(self._buffer) - _LONGEST_END)
+        self._searched = max(0, len(buffer) - _LONGEST_END)
         return events
 
     def close(self) -> bytes:
@@ -77,12 +80,20 @@ def event(obj: object) -> bytes:
     return b"data: " + text + b"\n\n"
 
 
+def replaced(old: SSEEvent, obj: object) -> bytes:
+    """The event with another JSON value for its data, its other fields (`event:`, `id:`) kept."""
+    lines = old.raw.removeprefix(_BOM).splitlines()
+    kept = [line for line in lines if line and not (line.startswith(b"data:") or line == b"data")]
+    return b"".join(line + b"\n" for line in kept) + event(obj)
+
+
 def comment(text: str) -> bytes:
     """Format a line that clients ignore; keeps an idle connection alive."""
     return f": {text}\n\n".encode()
 
 
-def _data(raw: bytes) -> bytes | None:
+def data_of(raw: bytes) -> bytes | None:
+    """The data lines of an event, joined by LF; None if there is none."""
     lines = [_value(line) for line in raw.splitlines() if line.startswith(b"data:") or line == b"data"]
     return b"\n".join(lines) if lines else None
 

@@ -20,7 +20,7 @@ from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams, WireError
 from engine.api.context import WORKER, Serving
 from engine.api.offload import LARGE_BODY, offload
-from engine.api.transfer import KV, read_transfer, trusted_params
+from engine.api.transfer import KV, read_transfer, trusted_params, without_prompt_ids
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,15 @@ async def read_call(request: web.Request) -> Call:
     serving = worker.require_serving()
     raw = trusted_params(request, body, serving)
     request[_DEBT] = raw.get(KV)
+    adopt_request_id(request, body)
     worker.require_accepting()
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_request("model: a string expected", param="model")
     serving.check_model(model)
     may_offer = serving.kv is not None and worker.config.role != "prefill"
+    if body.get("echo") is True:  # what is echoed is what the client sent
+        raw = without_prompt_ids(raw)
     transfer = await offload(is_large(request), read_transfer, raw, serving, may_offer=may_offer)
     return Call(request, serving, body, request[REQUEST_ID], transfer.extra_args, transfer.prompt_token_ids)
 
@@ -107,7 +110,9 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         raw = await request.read()
     except web.RequestPayloadError:
         encoding = request.headers.get("Content-Encoding", "identity")
-        raise bad_request(f"the body is not what its Content-Encoding ({encoding[:20]}) says") from None
+        error = bad_request(f"the body is not what its Content-Encoding ({encoding[:20]}) says")
+        error.headers["Connection"] = "close"  # what is left of it cannot be read, so no request can follow
+        raise error from None
     request[_SIZE] = len(raw)
     return await offload(is_large(request), _load, raw)
 
@@ -148,9 +153,24 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 def request_id(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "")
-    if given and given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_LENGTH:
-        return given
-    return uuid.uuid4().hex
+    return given if _is_request_id(given) else uuid.uuid4().hex
+
+
+def adopt_request_id(request: web.Request, body: Mapping[str, Any]) -> None:
+    """A body may name its request; the header counts before it. Raises APIError 400."""
+    given = body.get("request_id")
+    if given is None:
+        return
+    if not isinstance(given, str) or not _is_request_id(given):
+        raise bad_request(
+            f"request_id: 1 to {MAX_REQUEST_ID_LENGTH} printable ASCII characters expected", param="request_id"
+        )
+    if not _is_request_id(request.headers.get("X-Request-Id", "")):
+        request[REQUEST_ID] = given
+
+
+def _is_request_id(value: str) -> bool:
+    return 0 < len(value) <= MAX_REQUEST_ID_LENGTH and value.isascii() and value.isprintable()
 
 
 @web.middleware

@@ -17,6 +17,8 @@ from connectors.wire.seal import SealKeys
 from engine.api.offload import offload
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.formats.base import ChatFormat
+from engine.grammars import Grammars
 from engine.messages import Inbox
 from engine.metrics import EngineMetrics
 from engine.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ class Serving:
 
     model_name: str
     tokenizer: Tokenizer
+    chat: ChatFormat
     client: EngineClient
     metrics: EngineMetrics
     inbox: SimpleQueue[Inbox]
@@ -58,7 +61,14 @@ class Serving:
     kv: KVSide | None
     seals: SealKeys | None = None
     """Keys with which transfer params must be sealed; None: whoever reaches this engine is trusted."""
+    max_logprobs: int = 20
+    """Alternatives that a request may be told for each token."""
+    priority_scheduling: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size)
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 for a model that is not served here; no name means the one there is."""
@@ -73,7 +83,7 @@ class Serving:
 
     def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Raises APIError 400 at once for text that cannot fit, however it falls into tokens."""
-        at_least = len(text) // self._max_characters_per_token
+        at_least = len(text) // self.tokenizer.max_characters_per_token
         if at_least > self.max_model_len:
             raise self.too_long(f"more than {at_least}", param)
         try:
@@ -101,11 +111,6 @@ class Serving:
             param=param,
             code="context_length_exceeded",
         )
-
-    @cached_property
-    def _max_characters_per_token(self) -> int:
-        longest = max(len(self.tokenizer.token_str(token)) for token in range(self.tokenizer.vocab_size))
-        return 2 * longest  # normalisation may compose two characters into one
 
 
 @dataclass

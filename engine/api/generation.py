@@ -14,12 +14,15 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
+from connectors.wire.note import TOKEN_NOTE, first_note, last_note
 from connectors.wire.openai import APIError, bad_request, error_body, unavailable
 from connectors.wire.transfer import PREFIX_CACHE_MISS, ECTransferParams, KVTransferParams
 from engine.api.bodies.generation import StreamBody
 from engine.api.bodies.sampling import SamplingBody
 from engine.api.call import Call
+from engine.api.checks import bad_word_ids, matchers_for, priority_of
 from engine.api.transfer import EC, KV
+from engine.grammar import GrammarSpec
 from engine.hashing import hash_seed
 from engine.logprobs import TokenLogprobs
 from engine.messages import Output
@@ -45,6 +48,7 @@ class Choice:
     request: Request
     output: OutputText
     parts: list[str] = field(default_factory=list)
+    """The text of an answer in one piece, as its tokens released it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each of token_ids, if asked for."""
@@ -60,6 +64,8 @@ class Choice:
     """Prompt tokens it loaded from another engine."""
     opened: bool = False
     """A chunk of it has been sent."""
+    note: Json = field(default_factory=dict)
+    """What its end tells the router beside the transfer params."""
 
     def take(self, output: Output) -> None:
         """Note what an output says beside its tokens."""
@@ -95,15 +101,20 @@ class Choice:
 
     @property
     def params_json(self) -> Json:
-        """The transfer params that an answer, or the last event of a choice, has at its top; nothing before."""
+        """What an answer, or the last event of a choice, has at its top for the router: transfer params, and the note
+        if asked for. Nothing before the end."""
         if self.finish_reason is None:
             return {}
         told = {"kv_transfer_params": self.kv_transfer_params, "ec_transfer_params": self.ec_transfer_params}
-        return {name: params.to_json() for name, params in told.items() if params is not None}
+        return {name: params.to_json() for name, params in told.items() if params is not None} | self.note
 
 
 class Shape(Protocol):
     """How one endpoint writes its answers. One object per call; it may keep what it told of each choice."""
+
+    @property
+    def id(self) -> str:
+        """The answer's id, as clients know it."""
 
     @property
     def name(self) -> str:
@@ -169,7 +180,11 @@ class Generation:
         """All choices, ended, and the usage. Raises APIError if one fails."""
         async with aclosing(self._steps()) as steps:
             async for choice, delta in steps:
-                choice.parts.append(delta.text)
+                choice.parts += delta.texts
+        if self._body.token_note:
+            first = self.choices[0]
+            note = first_note(first.request.prompt_token_ids, first.num_reused_tokens) | last_note(first.token_ids)
+            first.note = {TOKEN_NOTE: note}
         return self.choices, self._usage()
 
     async def _stream(self) -> web.StreamResponse:
@@ -197,10 +212,16 @@ class Generation:
         return response
 
     async def _write(self, response: web.StreamResponse, choice: Choice, delta: Delta) -> None:
+        noted = bool(self._body.token_note) and choice.index == 0
+        if noted and choice.finish_reason is not None:
+            choice.note = {TOKEN_NOTE: last_note(choice.token_ids)}
         events = self._shape.events(choice, delta)
         if events and not choice.opened:
             choice.opened = True
             events = self._shape.opening(choice) + events
+            if noted:
+                note = first_note(choice.request.prompt_token_ids, choice.num_reused_tokens)
+                events[0] = {**events[0], TOKEN_NOTE: note | events[0].get(TOKEN_NOTE, {})}
         if self._body.continuous_usage:
             usage = self._usage()
             events = [{**event, "usage": usage} for event in events]
@@ -212,13 +233,13 @@ class Generation:
         by_id = {choice.request.request_id: choice for choice in self.choices}
         client = self._call.serving.client
         later = [request for requests in self._waiting.values() for request in requests]
-        outputs = client.submit(self._first, later)
+        outputs = client.submit(self._first, later, names=(self._call.request_id, self._shape.id))
         self._call.hand_over()
         try:
             async with outputs:
                 async for output in outputs:
                     choice = by_id[output.request_id]
-                    delta = self._advance(choice, output)
+                    delta = self._advance(choice, output, asked_to_abort=output.request_id in outputs.aborted)
                     for sibling in self._waiting.pop(output.request_id, ()):
                         client.start(sibling)
                     if delta.stop_string is not None and not output.finished:
@@ -229,15 +250,15 @@ class Generation:
         finally:
             self._log()
 
-    def _advance(self, choice: Choice, output: Output) -> Delta:
+    def _advance(self, choice: Choice, output: Output, *, asked_to_abort: bool) -> Delta:
         if choice.stopped:  # by a stop string: the answer is whole, however the engine's side ends
             choice.take(output)
             self._settle_offer(choice)
-            return Delta("", [])
+            return Delta((), [])
         if output.finish_reason == "error":
             choice.finish_reason = "error"
             raise _failure(output)
-        if output.finish_reason == "abort":
+        if output.finish_reason == "abort" and not asked_to_abort:
             raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
         hide_last = output.finish_reason == "stop" and not choice.request.sampling.include_stop_str_in_output
         delta = choice.output.push(output.token_ids, last=output.finished, hide_last=hide_last)
@@ -251,12 +272,15 @@ class Generation:
 
     def _settle_offer(self, choice: Choice) -> None:
         """An engine that ended the request before it heard of a stop string offers KV of more than the answer; and of
-        several answers to one request, none is what the next turn goes on from."""
+        several answers to one request, none is what the next turn goes on from. Nor is one that was aborted."""
         params = choice.kv_transfer_params
-        if params is None or not params.do_remote_decode:
+        aborted = choice.finish_reason == "abort"
+        if aborted:
+            choice.ec_transfer_params = None
+        if params is None or not (params.do_remote_decode or aborted):
             return
         num_tokens = choice.request.num_prompt_tokens + choice.output.num_tokens
-        if len(self.choices) > 1:
+        if aborted or len(self.choices) > 1:
             choice.kv_transfer_params = None
         elif (params.remote_num_tokens or 0) > num_tokens:
             choice.kv_transfer_params = params.trimmed(num_tokens, block_size=choice.request.block_size)
@@ -296,18 +320,37 @@ class Generation:
         )
 
 
-def make_requests(
-    call: Call, body: StreamBody, sampling: SamplingBody, prompt: list[int], request_id: str
+async def make_requests(
+    call: Call,
+    body: StreamBody,
+    sampling: SamplingBody,
+    prompt: list[int],
+    request_id: str,
+    *,
+    grammar: GrammarSpec | None = None,
+    keep_special_tokens: bool = False,
+    stop_token_ids: frozenset[int] = frozenset(),
 ) -> list[Request]:
-    """The engine's requests for one checked prompt: as many as the body wants answers. Raises APIError 400."""
+    """The engine's requests for one checked prompt: as many as the body wants answers. Raises APIError 400.
+
+    `grammar`, if given, takes the place of the body's own; `stop_token_ids` come on top of the body's.
+    """
     serving = call.serving
     room = serving.max_model_len - len(prompt)
     max_tokens = room if sampling.requested_max_tokens is None else min(room, sampling.requested_max_tokens)
     if sampling.num_choices > 1 and call.kv_transfer_params is not None and call.kv_transfer_params.do_remote_decode:
         raise bad_request("n: only 1 is possible for a prefill that another engine goes on with", param="n")
-    params = sampling.sampling(max_tokens=max_tokens, vocab_size=serving.vocab_size)
+    params = sampling.sampling(max_tokens=max_tokens, vocab_size=serving.vocab_size, max_logprobs=serving.max_logprobs)
+    params = replace(
+        params,
+        grammar=grammar or params.grammar,
+        bad_words=bad_word_ids(serving.tokenizer, sampling.bad_words or ()),
+        skip_special_tokens=params.skip_special_tokens and not keep_special_tokens,
+        stop_token_ids=params.stop_token_ids | stop_token_ids,
+    )
+    urgency = priority_of(call, sampling.priority)
     requests = []
-    for number in range(sampling.num_choices):
+    for number, matcher in enumerate(await matchers_for(serving, params.grammar, sampling.num_choices)):
         # One set of blocks is for one reader: the first fetches, the others find it in the prefix cache.
         extra = call.extra_args if number == 0 else {k: v for k, v in call.extra_args.items() if k not in (KV, EC)}
         seed = None if params.seed is None else params.seed + number
@@ -319,12 +362,14 @@ def make_requests(
                 eos_token_ids=serving.tokenizer.eos_token_ids,
                 block_size=serving.block_size,
                 hash_seed=hash_seed(serving.model_fingerprint, body.cache_salt),
+                priority=urgency,
+                matcher=matcher,
             )
         )
     return requests
 
 
-def json_response(value: Json, *, status: int = 200) -> web.Response:
+def json_response(value: Json | list[Json], *, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 

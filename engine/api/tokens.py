@@ -6,16 +6,25 @@ from aiohttp import web
 
 from connectors.wire.openai import bad_request
 from engine.api.bodies.base import parse
-from engine.api.bodies.tokenize import DetokenizeBody, TokenizeChat, TokenizeText, parse_tokenize_chat
+from engine.api.bodies.tokenize import (
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChat,
+    TokenizeResponses,
+    TokenizeText,
+    parse_tokenize_chat,
+)
 from engine.api.call import is_large, read_json
 from engine.api.chat import render
 from engine.api.context import LONG_TEXT, WORKER, Serving
 from engine.api.generation import json_response
 from engine.api.offload import offload
+from engine.api.responses import render as render_responses
+from engine.api.responses_input import prompt_of
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The ids of a text, or of a conversation under the chat template.
+    """The ids of a text, or of a conversation in the model's format, told as chat messages or as input items.
 
     With `known_token_ids`, those the conversation had up to now, these stand in the answer as far as their text is
     the same: the ids for a prompt whose KV is to be reused. `num_spliced` says how many do in place of others.
@@ -27,11 +36,16 @@ async def tokenize(request: web.Request) -> web.Response:
         where = "known_token_ids"
         raise bad_request(f"{where}: at most {serving.max_model_len}, as many as the context holds", param=where)
     large = is_large(request)
-    body: TokenizeChat | TokenizeText
+    body: TokenizeChat | TokenizeResponses | TokenizeText
     if "messages" in raw:
         body = await offload(large, parse_tokenize_chat, raw)
         _check(serving, body)
         ids = await render(serving, body, add_special_tokens=bool(body.add_special_tokens), large=large)
+    elif "input" in raw:
+        body = await offload(large, parse, TokenizeResponses, raw)
+        _check(serving, body)
+        prompt = await offload(large, prompt_of, body)
+        ids = await render_responses(serving, prompt, large=large)
     else:
         body = await offload(large, parse, TokenizeText, raw)
         _check(serving, body)
@@ -67,7 +81,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_response({"prompt": text})
 
 
-def _check(serving: Serving, body: TokenizeChat | TokenizeText) -> None:
+def _check(serving: Serving, body: TokenizeBody) -> None:
     serving.check_model(body.model)
     _check_ids(serving, body.known_token_ids or [], "known_token_ids")
 

@@ -41,7 +41,7 @@ def trusted_params(http: web.Request, body: Mapping[str, Any], serving: Serving)
                 raise SealError("they stand where no router puts them")
             serving.seals.check(http.headers.get(SEAL_HEADER), http.path, top)
         except SealError as error:
-            raise _forbidden(min(top or inner), str(error)) from None
+            raise forbidden(min(top or inner), str(error)) from None
     return extra | top
 
 
@@ -83,6 +83,11 @@ def _extra_args(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return extra or {}
 
 
+def without_prompt_ids(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Trusted params less the ids of the prompt, whatever stands in their place."""
+    return {**raw, KV: _without_ids(raw.get(KV))}
+
+
 def _without_ids(raw: object) -> object:
     return {key: value for key, value in raw.items() if key != _IDS} if isinstance(raw, dict) else raw
 
@@ -98,7 +103,7 @@ def _prompt_ids(value: object, vocab_size: int) -> list[int] | None:
     return value
 
 
-def _forbidden(param: str, why: str) -> APIError:
+def forbidden(param: str, why: str) -> APIError:
     return APIError(
         403, f"{param}: only the router may send these, and {why}", type="PermissionDeniedError", param=param
     )

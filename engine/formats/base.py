@@ -6,7 +6,7 @@ Each format is one file. The endpoints know this interface only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from engine.grammar import GrammarSpec
@@ -19,6 +19,14 @@ ToolChoice = Literal["none", "auto", "required"] | str
 class FormatError(ValueError):
     """The messages cannot be turned into a prompt, or the model has no way to do what is asked; one line, for the
     client."""
+
+
+class PromptTooLong(FormatError):
+    """The prompt has more tokens than any context holds, as its length shows already."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has more than {at_least} tokens")
+        self.at_least = at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,13 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
+    def __add__(self, later: Piece) -> Piece:
+        calls = list(self.calls)
+        for call in later.calls:
+            begun = calls.pop() if calls and calls[-1].index == call.index else None
+            calls.append(call if begun is None else replace(begun, arguments=begun.arguments + call.arguments))
+        return Piece(self.content + later.content, self.reasoning + later.reasoning, tuple(calls))
+
 
 class Parser(Protocol):
     """Reads one answer as it comes. All pieces together do not depend on how the answer was cut."""
@@ -86,6 +101,19 @@ class ChatFormat(Protocol):
         """For one answer. Without tools, or with choice "none", tool calls are content. The prompt's end says whether
         the model is already within its thoughts."""
 
-    def call_grammar(self, tools: Sequence[Json], choice: ToolChoice, *, parallel: bool) -> GrammarSpec | None:
-        """What an answer must look like for this choice: None for "none" and "auto". Raises FormatError if tools
-        cannot be called in this format."""
+    def grammar(
+        self,
+        content: GrammarSpec | None,
+        *,
+        tools: Sequence[Json] | None,
+        choice: ToolChoice,
+        parallel: bool,
+        prompt_token_ids: Sequence[int],
+    ) -> GrammarSpec | None:
+        """What the model's answer must look like from its first token on, thoughts, channels and calls included.
+
+        `content` is what a client demands of the content (response_format, structured_outputs). With the choice
+        "required" or of one function there must be calls, and no content. With "auto", calls stay possible in place of
+        a constrained content. None if the model may say anything. Raises FormatError if the format has no calls and
+        the choice is not "none", or if it cannot hold the model to this.
+        """

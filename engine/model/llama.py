@@ -95,9 +95,15 @@ class Llama:
 
     def forward(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Store the KV of every token; return float32 logits [len(rows), vocab_size] of the tokens at `rows`."""
+        return self.logits(self.hidden(token_ids, step, rows))
+
+    def hidden(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Store the KV of every token; return [len(rows), hidden_size], what `logits` makes logits of."""
         hidden = self.embedding[token_ids].to(self.dtype)
         attend = self.attention.begin(step, *self.rotary(step.positions))
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, attend, None)
-        hidden = self.layers[-1].forward(hidden, attend, rows)
+        return self.layers[-1].forward(hidden, attend, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden).float()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
+from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
 from router.api.legs import Body
 
@@ -25,8 +26,11 @@ class Chat:
     name = "chat"
     path = "/v1/chat/completions"
 
-    def alone(self, body: Body) -> str | None:
-        return legs.alone(body)
+    def alone(self, body: Body, *, ours: bool) -> str | None:
+        return legs.alone(body, ours=ours)
+
+    def several(self, body: Body) -> bool:
+        return legs.several(body)
 
     def history(self, body: Body) -> object:
         return body.get("messages")
@@ -41,8 +45,12 @@ class Chat:
     def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
         return legs.prefill_body(body, _with_ids(body, params, ids), max_tokens=1, max_completion_tokens=1)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
-        return legs.decode_body(body, None if params is None else _with_ids(body, params, ids))
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
+        return legs.decode_body(body, None if params is None else _with_ids(body, params, ids), ours=ours)
+
+    def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
+        asked = bool(body.get("return_token_ids"))
+        return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
 def _with_ids(body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> KVTransferParams:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
+from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
 from router.api.legs import Body
 
@@ -16,12 +17,15 @@ class Completions:
     name = "completions"
     path = "/v1/completions"
 
-    def alone(self, body: Body) -> str | None:
+    def alone(self, body: Body, *, ours: bool) -> str | None:
         if not _one_prompt(body.get("prompt")):
             return "several_prompts"
         if body.get("prompt_embeds") is not None:
             return "prompt_embeds"
-        return legs.alone(body)
+        return legs.alone(body, ours=ours)
+
+    def several(self, body: Body) -> bool:
+        return legs.several(body) or not _one_prompt(body.get("prompt"))
 
     def history(self, body: Body) -> object:
         return None
@@ -35,8 +39,12 @@ class Completions:
     def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
         return _with_ids(legs.prefill_body(body, params, max_tokens=1), ids)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
-        return _with_ids(legs.decode_body(body, params), ids)
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
+        return _with_ids(legs.decode_body(body, params, ours=ours), ids)
+
+    def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
+        asked = bool(body.get("return_token_ids"))
+        return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
 def _with_ids(leg: Body, ids: Sequence[int] | None) -> Body:

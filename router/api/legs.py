@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from connectors.wire.note import TOKEN_NOTE
 from connectors.wire.transfer import KVTransferParams
+from router.answer import Answer
 
 Body = dict[str, Any]
-
-TRANSFER_KEYS: Final = ("kv_transfer_params", "ec_transfer_params")
 
 # Not for the one token of a prefill leg. Some would be answered 400 there (stream_options without stream, min_tokens
 # above max_tokens); a stop string or repetition that matches would end the request without transfer params; the rest
@@ -75,8 +75,12 @@ class Endpoint(Protocol):
     """Label of the metrics."""
     path: str
 
-    def alone(self, body: Body) -> str | None:
-        """Why the KV of this request cannot be handed over, so that the decode engine must prefill; None if it can."""
+    def alone(self, body: Body, *, ours: bool) -> str | None:
+        """Why the KV of this request cannot be handed over, so that the decode engine must prefill; None if it can.
+        `ours`: whether all engines that may decode it are Backhaul's."""
+
+    def several(self, body: Body) -> bool:
+        """Whether there will be no one answer to go on from."""
 
     def history(self, body: Body) -> object:
         """The messages that make the conversation, or None if this endpoint has none."""
@@ -88,24 +92,16 @@ class Endpoint(Protocol):
     def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
         """The body for the prefill engine; `ids` are those of the prompt, if known."""
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
         """The body for the decode engine."""
 
-
-def without_engine_talk(body: Body) -> Body:
-    """The client's body without what only router and engines may say to each other: it would let a client read
-    another's KV, or bypass the chat template."""
-    clean = {key: value for key, value in body.items() if key not in TRANSFER_KEYS}
-    if isinstance(xargs := clean.get("vllm_xargs"), dict):
-        clean["vllm_xargs"] = {key: value for key, value in xargs.items() if not key.endswith("transfer_params")}
-    if isinstance(sampling := clean.get("sampling_params"), dict):
-        clean["sampling_params"] = {key: value for key, value in sampling.items() if key != "extra_args"}
-    return clean
+    def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
+        """What reads the decode engine's answer; `expose` leaves transfer params in it."""
 
 
-def alone(body: Body) -> str | None:
+def alone(body: Body, *, ours: bool) -> str | None:
     """Reasons common to all endpoints."""
-    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+    if several(body) and not ours:
         # The children of one request would all pull under one lease; the first to finish ends it for the others.
         return "several_choices"
     if body.get("use_beam_search"):
@@ -115,11 +111,19 @@ def alone(body: Body) -> str | None:
     return None
 
 
-def prefill_body(body: Body, params: KVTransferParams, **tokens: int) -> Body:
-    """Prefill, make one token, hold the blocks, tell the ids. `tokens` are the endpoint's names for the limit of 1."""
+def several(body: Body) -> bool:
+    return body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1)
+
+
+def without(body: Body, keys: Set[str]) -> Body:
+    return {key: value for key, value in body.items() if key not in keys}
+
+
+def prefill_body(body: Body, params: KVTransferParams, **changes: int) -> Body:
+    """Prefill, make one token, hold the blocks, tell the ids. `changes` has the endpoint's names of the limit of 1."""
     return {
-        **{key: value for key, value in body.items() if key not in PREFILL_DROPS},
-        **tokens,
+        **without(body, PREFILL_DROPS),
+        **changes,
         "n": 1,
         "stream": False,
         "return_token_ids": True,
@@ -127,9 +131,9 @@ def prefill_body(body: Body, params: KVTransferParams, **tokens: int) -> Body:
     }
 
 
-def decode_body(body: Body, params: KVTransferParams | None) -> Body:
+def decode_body(body: Body, params: KVTransferParams | None, *, ours: bool) -> Body:
     """The client's body, asking for what the router wants to know besides: token ids, and usage in a stream."""
-    leg = {**body, "return_token_ids": True}
+    leg = {**body, TOKEN_NOTE: True} if ours else {**body, "return_token_ids": True}
     options = body.get("stream_options")
     if body.get("stream") and isinstance(options, dict | None):
         leg["stream_options"] = {**(options or {}), "include_usage": True}

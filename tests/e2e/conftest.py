@@ -14,7 +14,11 @@ from tests.e2e.support import Reference, Stack, start_stack, stop_stack
 
 @pytest.fixture(scope="session")
 def stack(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    process, stack = start_stack(tmp_path_factory.mktemp("up"), "--model", str(smollm2_path), "--dtype", "float32")
+    process, stack = start_stack(
+        tmp_path_factory.mktemp("up"),
+        *("--model", str(smollm2_path), "--dtype", "float32"),
+        BACKHAUL_ENGINE_TOOL_CALL_PARSER="hermes",  # this model's template knows no tools
+    )
     yield stack
     stop_stack(process)
 

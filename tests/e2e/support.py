@@ -79,7 +79,8 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         time.sleep(0.02)
 
 
-def start_stack(folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Stack]:
+def start_stack(folder: Path, *flags: str, **env: str) -> tuple[subprocess.Popen[bytes], Stack]:
+    """`env` is added to the environment."""
     ready = folder / "up.json"
     with open(folder / "up.log", "wb") as log:
         process = subprocess.Popen(
@@ -87,6 +88,7 @@ def start_stack(folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Sta
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
         )
     deadline = time.monotonic() + START_TIMEOUT
     while not ready.exists():

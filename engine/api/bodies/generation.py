@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from connectors.wire.openai import bad_request
 from engine.api.bodies.base import Body
 from engine.api.bodies.sampling import SamplingBody
+
+_NOT_IN_SALT = frozenset("@/\\\0")
 
 
 class StreamOptions(Body):
@@ -22,9 +24,18 @@ class StreamBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    token_note: bool | None = None
+    """Ours, asked by the router: see connectors/wire/note.py."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _cache_salt(cls, value: str | None) -> str | None:
+        if value is not None and (wrong := _NOT_IN_SALT & set(value)):
+            raise ValueError(f"must not contain {min(wrong)!r}")
+        return value
 
     @property
     def include_usage(self) -> bool:

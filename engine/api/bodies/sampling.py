@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
 from connectors.wire.openai import bad_request
-from engine.api.bodies.base import OFF, Body, TokenId, at_most
+from engine.api.bodies.base import MAX_TOKEN_IDS, OFF, TokenId, at_most
+from engine.api.bodies.structured import StructuredBody
+from engine.masks import pack
 from engine.request import SamplingParams
 
 MIN_TEMPERATURE = 0.01
@@ -22,6 +24,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CHOICES = 128
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1000
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 200
+DEFAULT_MAX_LOGPROBS = 20
 _MAX_ID_DIGITS = 20
 """Digits of a token id as a key; int() itself refuses thousands of them."""
 _INT64 = 2**63
@@ -30,20 +34,11 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "use_beam_search": OFF,
     "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
     "echo": OFF,
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
-    "priority": (None, 0),
     "chat_template": (None,),
     "functions": (None, []),
     "function_call": (None, "none"),
@@ -57,7 +52,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Known fields without a function here, with the values that do not ask for it."""
 
 
-class SamplingBody(Body):
+class SamplingBody(StructuredBody):
+    LOGPROBS_FIELD: ClassVar[str] = "logprobs"
+
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -75,8 +72,12 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _stop(cls, value: object) -> object:
         strings = [value] if isinstance(value, str) else value
@@ -100,6 +101,31 @@ class SamplingBody(Body):
     def _logit_bias(cls, value: object) -> object:
         return at_most(MAX_LOGIT_BIAS_ENTRIES, value, "entries")
 
+    @field_validator("allowed_token_ids", mode="before")
+    @classmethod
+    def _allowed_token_ids(cls, value: object) -> object:
+        return at_most(MAX_TOKEN_IDS, value, "ids")
+
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _bad_words(cls, value: object) -> object:
+        at_most(MAX_BAD_WORDS, value, "words")
+        for word in value if isinstance(value, list) else ():
+            if isinstance(word, str) and not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise ValueError(f"a word has 1 to {MAX_BAD_WORD_LENGTH} characters, not only spaces")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to be told for each token of the answer; None: nothing is. Endpoints have fields of their own,
+        named by LOGPROBS_FIELD."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for each token of the prompt."""
+        return self.prompt_logprobs
+
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
@@ -108,7 +134,7 @@ class SamplingBody(Body):
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens
 
-    def sampling(self, *, max_tokens: int, vocab_size: int) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, vocab_size: int, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> SamplingParams:
         """The parameters for the engine; `max_tokens` is already cut to what the context has room for."""
         min_tokens = self.min_tokens or 0
         asked = self.requested_max_tokens
@@ -119,6 +145,12 @@ class SamplingBody(Body):
             raise bad_request(
                 f"stop_token_ids: token id {max(stop_token_ids)} is out of vocabulary, ids end at {vocab_size - 1}",
                 param="stop_token_ids",
+            )
+        allowed = self.allowed_token_ids
+        if allowed and max(allowed) >= vocab_size:
+            raise bad_request(
+                f"allowed_token_ids: token id {max(allowed)} is out of vocabulary, ids end at {vocab_size - 1}",
+                param="allowed_token_ids",
             )
         temperature = 1.0 if self.temperature is None else self.temperature
         top_k = self.top_k or 0
@@ -139,7 +171,17 @@ class SamplingBody(Body):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             skip_special_tokens=self.skip_special_tokens is not False,
+            logprobs=_at_most(self.num_logprobs, max_logprobs, self.LOGPROBS_FIELD),
+            prompt_logprobs=_at_most(self.num_prompt_logprobs, max_logprobs, "prompt_logprobs"),
+            allowed_tokens=pack(allowed, vocab_size) if allowed else None,
+            grammar=self.grammar_spec,
         )
+
+
+def _at_most(asked: int | None, limit: int, param: str) -> int | None:
+    if asked is not None and asked > limit:
+        raise bad_request(f"{param}: this engine tells at most {limit} (--max-logprobs), got {asked}", param=param)
+    return asked
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from engine.api.bodies.base import MAX_TOKEN_IDS, Body, TokenId, at_most, parse, refuse_unsupported
 from engine.api.bodies.chat import ChatPrompt, check_prompt_end
+from engine.api.bodies.responses import ResponsesPrompt
 from engine.api.bodies.sampling import UNSUPPORTED
 
 
@@ -30,6 +31,10 @@ class TokenizeText(TokenizeBody):
 
 
 class TokenizeChat(TokenizeBody, ChatPrompt):
+    pass
+
+
+class TokenizeResponses(TokenizeBody, ResponsesPrompt):
     pass
 
 

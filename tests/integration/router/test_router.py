@@ -46,7 +46,7 @@ async def test_turn(front: Front, p: StubEngine, d: StubEngine, body: dict[str, 
     else:
         assert sent.pop("prompt") == PROMPT_IDS
         asked.pop("prompt")
-    assert sent.pop("return_token_ids") is True
+    assert sent.pop("token_note") is True
     assert sent.pop("stream_options", None) == ({"include_usage": True} if stream else None)
     assert sent == asked
     for leg in (to_p, to_d):
@@ -181,7 +181,19 @@ async def test_one_body_of_a_megabyte_in_small_pieces(front: Front, d: StubEngin
     assert again.explain["turn"] == 2
 
 
-async def test_several_choices_are_made_by_the_decode_engine_alone(front: Front, p: StubEngine, d: StubEngine) -> None:
+async def test_several_choices_share_one_prefill_on_our_engines(front: Front, p: StubEngine, d: StubEngine) -> None:
+    answer = await front.post({**CHAT, "n": 3})
+    assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2]
+    assert (p.bodies[0]["n"], d.bodies[0]["n"]) == (1, 3)
+    assert d.bodies[0]["kv_transfer_params"]["do_remote_prefill"] is True
+    assert not any(name in answer.raw for name in INTERNAL)
+
+
+async def test_several_choices_are_made_by_others_decode_engines_alone(
+    front: Front, p: StubEngine, d: StubEngine
+) -> None:
+    d.owned_by = "vllm"
+    await until(lambda: not front.router.pool.decodes_ours("m"), "the router has looked")
     answer = await front.post({**CHAT, "n": 3}, headers={"X-Backhaul-Explain": "1"})
     assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2]
     assert answer.explain["reason"] == "several_choices"

@@ -11,6 +11,7 @@ from connectors.wire.transfer import KVTransferParams
 from router.api import legs
 from router.api.chat import Chat
 from router.api.completions import Completions
+from router.clean import without_engine_talk
 
 PARAMS = KVTransferParams.parse(
     {
@@ -91,14 +92,14 @@ def test_prefill_leg_makes_one_token_whichever_name_the_limit_has(limit: dict[st
 
 def test_decode_leg_is_the_clients_body_with_the_ids_and_blocks() -> None:
     body = {**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL}
-    leg = Chat().decode_leg(body, PARAMS, IDS)
+    leg = Chat().decode_leg(body, PARAMS, IDS, ours=False)
     params = leg.pop("kv_transfer_params")
     assert params == {**PARAMS.to_json(), "prompt_token_ids": [7, 8]}
     assert leg == {**body, "return_token_ids": True}
 
 
 def test_decode_leg_of_a_completion_has_the_ids_for_a_prompt() -> None:
-    leg = Completions().decode_leg(TEXT, PARAMS, IDS)
+    leg = Completions().decode_leg(TEXT, PARAMS, IDS, ours=False)
     assert leg["prompt"] == [7, 8]
     assert leg["kv_transfer_params"] == PARAMS.to_json()
 
@@ -106,7 +107,7 @@ def test_decode_leg_of_a_completion_has_the_ids_for_a_prompt() -> None:
 @pytest.mark.parametrize("endpoint", [Chat(), Completions()])
 def test_decode_leg_without_blocks_has_no_params(endpoint: legs.Endpoint) -> None:
     body = CHAT if endpoint.name == "chat" else TEXT
-    leg = endpoint.decode_leg(body, None, None)
+    leg = endpoint.decode_leg(body, None, None, ours=False)
     assert "kv_transfer_params" not in leg
     assert leg["return_token_ids"] is True
 
@@ -122,7 +123,7 @@ def test_decode_leg_without_blocks_has_no_params(endpoint: legs.Endpoint) -> Non
     ],
 )
 def test_ids_are_sent_only_for_text(content: object, ids: bool) -> None:
-    leg = Chat().decode_leg({**CHAT, "messages": [{"role": "user", "content": content}]}, PARAMS, IDS)
+    leg = Chat().decode_leg({**CHAT, "messages": [{"role": "user", "content": content}]}, PARAMS, IDS, ours=False)
     assert ("prompt_token_ids" in leg["kv_transfer_params"]) == ids
 
 
@@ -137,8 +138,8 @@ def test_ids_are_sent_only_for_text(content: object, ids: bool) -> None:
 )
 def test_usage_is_asked_for_in_streams(options: object, sent: object) -> None:
     body = {**CHAT, "stream": True} | ({} if options is None else {"stream_options": options})
-    assert Chat().decode_leg(body, None, None)["stream_options"] == sent
-    assert "stream_options" not in Chat().decode_leg(CHAT, None, None)
+    assert Chat().decode_leg(body, None, None, ours=False)["stream_options"] == sent
+    assert "stream_options" not in Chat().decode_leg(CHAT, None, None, ours=False)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,8 @@ def test_usage_the_client_wants(body: dict[str, Any], wanted: bool) -> None:
     ],
 )
 def test_what_the_decode_engine_must_do_alone(body: dict[str, Any], reason: str | None) -> None:
-    assert Chat().alone({**CHAT, **body}) == reason
-    assert Completions().alone({**TEXT, **body}) == reason
+    assert Chat().alone({**CHAT, **body}, ours=False) == reason
+    assert Completions().alone({**TEXT, **body}, ours=False) == reason
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_what_the_decode_engine_must_do_alone(body: dict[str, Any], reason: str 
     ],
 )
 def test_several_prompts_go_to_the_decode_engine_alone(prompt: object, reason: str | None) -> None:
-    assert Completions().alone({**TEXT, "prompt": prompt}) == reason
+    assert Completions().alone({**TEXT, "prompt": prompt}, ours=False) == reason
 
 
 def test_clients_cannot_speak_engine() -> None:
@@ -199,21 +200,21 @@ def test_clients_cannot_speak_engine() -> None:
         "sampling_params": {"extra_args": {"kv_transfer_params": {}}, "top_k": 3},
     }
     given = copy.deepcopy(body)
-    clean = legs.without_engine_talk(body)
+    clean = without_engine_talk(body)
     assert clean == {**CHAT, "vllm_xargs": {"other": 1}, "sampling_params": {"top_k": 3}}
     assert body == given
 
 
 @pytest.mark.parametrize("odd", [{"vllm_xargs": 5}, {"sampling_params": [1]}, {"vllm_xargs": None}])
 def test_odd_values_are_left_for_the_engine_to_refuse(odd: dict[str, Any]) -> None:
-    assert legs.without_engine_talk({**CHAT, **odd}) == {**CHAT, **odd}
+    assert without_engine_talk({**CHAT, **odd}) == {**CHAT, **odd}
 
 
 def test_legs_leave_the_clients_body_alone() -> None:
     body: dict[str, Any] = {**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL}
     given = copy.deepcopy(body)
     Chat().prefill_leg(body, HOLD, IDS)
-    Chat().decode_leg(body, PARAMS, IDS)
+    Chat().decode_leg(body, PARAMS, IDS, ours=False)
     assert body == given
 
 

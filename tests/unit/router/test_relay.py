@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.wire import sse
-from router.relay import Answer, StreamRelay
+from router.answer import ChoicesAnswer, Wishes
+from router.relay import StreamRelay
 from tests.stub_engine import OUTPUT_IDS, PROMPT_IDS, TEXT, StubEngine
 
 DATA = Path(__file__).parents[2] / "data"
@@ -20,8 +21,15 @@ RECORDED = (DATA / "vllm_decode_stream.sse").read_bytes()
 INTERNAL = ("kv_transfer_params", "ec_transfer_params", "prompt_token_ids", "token_ids", "remote_")
 
 
-def relayed(stream: list[bytes], *, keep_token_ids: bool = False, keep_usage: bool = False) -> tuple[bytes, Answer]:
-    relay = StreamRelay(Answer(keep_token_ids=keep_token_ids, keep_usage=keep_usage))
+def answer_for(keep_token_ids: bool, keep_usage: bool) -> ChoicesAnswer:
+    """Of an engine that is not ours: ids come with every event."""
+    return ChoicesAnswer(Wishes(keep_token_ids, keep_token_ids, keep_usage), noted=False)
+
+
+def relayed(
+    stream: list[bytes], *, keep_token_ids: bool = False, keep_usage: bool = False
+) -> tuple[bytes, ChoicesAnswer]:
+    relay = StreamRelay(answer_for(keep_token_ids, keep_usage))
     out = b"".join(relay.feed(chunk) for chunk in stream)
     return out + relay.finish(), relay.answer
 
@@ -46,33 +54,33 @@ def test_recorded_stream() -> None:
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in seen[:-1])
     assert text == answer.message["content"]
     assert text.startswith("The quick brown fox")
-    assert answer.prompt_token_ids == sent[0]["prompt_token_ids"]
-    assert len(answer.output_token_ids) == 24
-    assert answer.output_ids_complete
-    assert answer.usage["prompt_tokens"] == 638
-    assert answer.finished
+    assert answer.seen.prompt_token_ids == sent[0]["prompt_token_ids"]
+    assert len(answer.seen.output_token_ids) == 24
+    assert answer.seen.output_ids_complete
+    assert answer.seen.usage.prompt == 638
+    assert answer.seen.finished
 
 
 def test_recorded_stream_with_everything_asked_for_is_untouched() -> None:
     out, answer = relayed([RECORDED], keep_token_ids=True, keep_usage=True)
     assert out == RECORDED
-    assert len(answer.output_token_ids) == 24
+    assert len(answer.seen.output_token_ids) == 24
 
 
 def test_recorded_answer_in_one_piece() -> None:
     body = json.loads((DATA / "vllm_decode_answer.json").read_text())
     whole = json.loads(json.dumps(body))
-    answer = Answer(keep_token_ids=False, keep_usage=True)
+    answer = answer_for(False, True)
     assert answer.take(body)
     assert not any(name in json.dumps(body) for name in INTERNAL)
     for gone in ("kv_transfer_params", "ec_transfer_params", "prompt_token_ids"):
         whole.pop(gone)
     del whole["choices"][0]["token_ids"]
     assert body == whole
-    assert answer.params is not None
-    assert answer.params.remote_num_tokens == 813
-    assert len(answer.output_token_ids) == answer.usage["completion_tokens"] == 56
-    assert answer.output_ids_complete
+    assert answer.seen.params is not None
+    assert answer.seen.params.remote_num_tokens == 813
+    assert len(answer.seen.output_token_ids) == answer.seen.usage.completion == 56
+    assert answer.seen.output_ids_complete
     assert answer.message["content"] == whole["choices"][0]["message"]["content"]
 
 
@@ -90,9 +98,9 @@ def test_cut_at_every_offset_client_and_router_see_the_same(chat: bool, pieces: 
     for split in splits:
         out, answer = relayed(split)
         assert out == expected
-        assert answer.params == first.params
-        assert list(answer.output_token_ids) == OUTPUT_IDS
-        assert answer.prompt_token_ids == PROMPT_IDS
+        assert answer.seen.params == first.seen.params
+        assert list(answer.seen.output_token_ids) == OUTPUT_IDS
+        assert answer.seen.prompt_token_ids == PROMPT_IDS
 
 
 @given(st.lists(st.integers(1, len(RECORDED) - 1), max_size=20))
@@ -104,7 +112,7 @@ def test_recorded_stream_cut_in_many_places(cuts: list[int]) -> None:
 
 
 def test_every_event_leaves_with_the_read_that_completes_it() -> None:
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=False))
+    relay = StreamRelay(answer_for(False, False))
     parts = [event.raw for event in sse.SSEParser().feed(stub_stream())]
     assert [bool(relay.feed(part)) for part in parts] == [True] * (len(parts) - 1) + [False]
     assert relay.finish() == sse.DONE_EVENT
@@ -124,7 +132,7 @@ UNTOUCHED = [
 
 @pytest.mark.parametrize("event", UNTOUCHED)
 def test_event_with_nothing_internal_is_passed_byte_for_byte(event: bytes) -> None:
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=True))
+    relay = StreamRelay(answer_for(False, True))
     assert relay.feed(event) == event
 
 
@@ -143,12 +151,12 @@ def test_event_with_nothing_internal_is_passed_byte_for_byte(event: bytes) -> No
     ],
 )
 def test_removal(event: dict[str, Any], kept: dict[str, Any] | None) -> None:
-    out = StreamRelay(Answer(keep_token_ids=False, keep_usage=False)).feed(sse.event(event))
+    out = StreamRelay(answer_for(False, False)).feed(sse.event(event))
     assert events(out) == ([] if kept is None else [kept])
 
 
 def test_numbers_no_json_library_agrees_on_do_not_leak_params() -> None:
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=False))
+    relay = StreamRelay(answer_for(False, False))
     out = relay.feed(b'data: {"logprob": NaN, "t": "\\ud800", "kv_transfer_params": {"remote_host": "h"}}\n\n')
     assert b"remote_host" not in out
     assert b"\\ud800" in out
@@ -166,7 +174,15 @@ def test_numbers_no_json_library_agrees_on_do_not_leak_params() -> None:
 )
 def test_usage_wherever_an_engine_puts_it(layout: list[dict[str, Any]], expected: int) -> None:
     _, answer = relayed([sse.event(event) for event in layout] + [sse.DONE_EVENT])
-    assert answer.usage["completion_tokens"] == expected
+    assert answer.seen.usage.completion == expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "finished"), [("stop", True), ("length", True), ("tool_calls", True), ("abort", False), ("error", False)]
+)
+def test_answer_that_the_engine_broke_off_is_not_finished(reason: str, finished: bool) -> None:
+    _, answer = relayed([sse.event({"choices": [{"index": 0, "finish_reason": reason}]}), sse.DONE_EVENT])
+    assert answer.seen.finished is finished
 
 
 def test_tool_calls_are_put_together() -> None:
@@ -187,27 +203,27 @@ def test_tool_calls_are_put_together() -> None:
 def test_withheld_ids_are_noticed() -> None:
     hidden = {"choices": [], "usage": {"completion_tokens": 9}}
     _, answer = relayed([sse.event({"choices": [{"delta": {}, "token_ids": [1]}]}), sse.event(hidden)])
-    assert not answer.output_ids_complete
+    assert not answer.seen.output_ids_complete
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, "2"], [2**40], [1.5]])
 def test_ids_that_are_none_are_not_remembered(ids: list[Any]) -> None:
     _, answer = relayed([sse.event({"choices": [{"delta": {}, "token_ids": ids}]})])
-    assert not answer.output_ids_complete
+    assert not answer.seen.output_ids_complete
 
 
 @pytest.mark.parametrize("params", [{"remote_port": "x"}, {}, None, 5, {"do_remote_decode": True}])
 def test_odd_params_are_removed_all_the_same(params: object) -> None:
     out, answer = relayed([sse.event({"choices": [], "kv_transfer_params": params})])
     assert b"kv_transfer_params" not in out
-    assert answer.params is None or answer.params.to_json() == params
+    assert answer.seen.params is None or answer.seen.params.to_json() == params
 
 
 CUT = stub_stream()[: len(stub_stream()) // 2]
 
 
 def test_cut_stream_ends_with_an_error_event() -> None:
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=False))
+    relay = StreamRelay(answer_for(False, False))
     out = relay.feed(CUT) + relay.finish()
     assert not relay.complete
     *before, last = events(out)
@@ -218,7 +234,7 @@ def test_cut_stream_ends_with_an_error_event() -> None:
 @pytest.mark.parametrize("done", [True, False])
 def test_engines_own_error_is_passed_once(done: bool) -> None:
     error = sse.event({"error": {"message": "KV load failed", "code": 500}})
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=False))
+    relay = StreamRelay(answer_for(False, False))
     out = relay.feed(CUT[: CUT.rindex(b"\n\n") + 2] + error + (sse.DONE_EVENT if done else b"")) + relay.finish()
     assert out.count(b'"error"') == 1
     assert out.endswith(sse.DONE_EVENT if done else error)
@@ -227,7 +243,7 @@ def test_engines_own_error_is_passed_once(done: bool) -> None:
 
 @pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"])
 def test_end_without_a_blank_line_counts(end: bytes) -> None:
-    relay = StreamRelay(Answer(keep_token_ids=False, keep_usage=False))
+    relay = StreamRelay(answer_for(False, False))
     relay.feed(stub_stream().removesuffix(sse.DONE_EVENT) + end)
     assert relay.finish() == sse.DONE_EVENT
     assert relay.complete

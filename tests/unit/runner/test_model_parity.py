@@ -136,7 +136,7 @@ def test_greedy_tokens_equal_transformers(use_kernels: bool, tmp_path: Path) -> 
     machine.prefill(request)
     for _ in range(40):
         expected = int(reference_logits(model, request.token_ids)[-1].argmax())
-        (token,) = machine.runner.run(Batch([last_token(request)]))
+        (token,) = machine.runner.run(Batch([last_token(request)])).token_ids
         assert token == expected
         request.append(token)
 

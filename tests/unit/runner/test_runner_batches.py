@@ -65,8 +65,8 @@ def test_tokens_come_in_batch_order_and_only_for_requests_that_reach_their_last_
         ScheduledRequest(requests[2], 0, 59),
         last_token(requests[3]),
     ]
-    assert machine.runner.run(Batch(scheduled)) == [expected[0], expected[1], expected[3]]
-    assert machine.runner.run(Batch(scheduled[2:3])) == []
+    assert machine.runner.run(Batch(scheduled)).token_ids == [expected[0], expected[1], expected[3]]
+    assert machine.runner.run(Batch(scheduled[2:3])).token_ids == []
 
 
 def test_shared_prefix_blocks_are_read_by_both_requests(machine: Machine) -> None:
@@ -89,7 +89,7 @@ def test_logits_that_are_not_finite_name_the_request(machine: Machine) -> None:
     with pytest.raises(RunnerError) as raised:
         machine.runner.run(Batch([last_token(good), last_token(bad)]))
     assert raised.value.request_ids == ("bad",)
-    assert machine.runner.run(Batch([last_token(good)])) == [int(tokens)]
+    assert machine.runner.run(Batch([last_token(good)])).token_ids == [int(tokens)]
     machine.cache.arena.zero_()
 
 
@@ -100,7 +100,7 @@ def test_seeded_request_draws_the_same_tokens_in_any_batch_and_after_recomputing
     def generate(count: int, *, company: int, preempt_at: int | None = None) -> list[int]:
         request = machine.request(prompt, sampling)
         others = [machine.request(random_tokens(10 + i, seed=i), SamplingParams()) for i in range(company)]
-        (token,) = machine.runner.run(Batch([ScheduledRequest(request, 0, 30)]))
+        (token,) = machine.runner.run(Batch([ScheduledRequest(request, 0, 30)])).token_ids
         for other in others:
             machine.prefill(other)
         request.append(token)
@@ -110,7 +110,7 @@ def test_seeded_request_draws_the_same_tokens_in_any_batch_and_after_recomputing
                 scheduled = ScheduledRequest(request, 0, request.num_tokens)
             else:
                 scheduled = last_token(request)
-            tokens = machine.runner.run(Batch([*map(last_token, others), scheduled]))
+            tokens = machine.runner.run(Batch([*map(last_token, others), scheduled])).token_ids
             request.append(tokens[-1])
         machine.free += request.block_ids + [block for other in others for block in other.block_ids]
         return request.output_token_ids

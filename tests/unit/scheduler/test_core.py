@@ -13,7 +13,7 @@ from connectors.base import NullConnector
 from connectors.fake import FakeClock, Fault
 from connectors.transport import LeaseReleased
 from connectors.wire.transfer import KVTransferParams
-from engine.batch import Batch
+from engine.batch import Batch, StepResult
 from engine.blocks import BlockPool
 from engine.core import MAX_IDLE_SECONDS, EngineCore, EngineFailed, StepStats
 from engine.messages import Inbox, Output, Shutdown, Stop, Submit
@@ -92,7 +92,7 @@ class Loop:
         self.tokens = tokens
         return finals
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.num_steps += 1
         self.script(self.num_steps, batch)
         return self.runner.run(batch)

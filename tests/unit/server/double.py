@@ -16,11 +16,13 @@ from aiohttp.test_utils import TestServer
 from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import Peer, Pull
+from connectors.wire.seal import SealKeys
 from connectors.wire.transfer import KVTransferParams
 from engine.api.context import KVSide, Serving, Worker
 from engine.app import make_app
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.formats.choose import choose_format
 from engine.messages import Inbox, Output, Shutdown, Stop, Submit
 from engine.metrics import EngineMetrics
 from engine.request import Request
@@ -87,6 +89,9 @@ class Stage:
         capacity: int = 8,
         max_body_bytes: int = 100_000,
         max_model_len: int = MAX_MODEL_LEN,
+        seals: SealKeys | None = None,
+        enable_scale_out: bool = True,
+        chat_template: Path | None = None,
     ) -> None:
         self.script: Script = says("hello")
         self.on_stop: Callable[[Request, int], Output] = lambda request, _: Output(request.request_id, [], "stop")
@@ -111,10 +116,13 @@ class Stage:
         )
         self.metrics = EngineMetrics("tiny")
         self.tokenizer = tokenizer_from_folder(model)
+        if chat_template is not None:
+            self.tokenizer.use_chat_template(chat_template)
         self.client = EngineClient(self.inbox, asyncio.get_running_loop(), capacity=capacity, observer=self.metrics)
         self.serving = Serving(
             model_name="tiny",
             tokenizer=self.tokenizer,
+            chat=choose_format(self.tokenizer, max_model_len=max_model_len),
             client=self.client,
             metrics=self.metrics,
             inbox=self.inbox,
@@ -123,8 +131,10 @@ class Stage:
             block_size=BLOCK_SIZE,
             model_fingerprint=bytes(16),
             kv=KVSide(ENGINE_ID, connector) if kv else None,
+            seals=seals,
         )
-        self.worker = Worker(EngineConfig(model="tiny", role=role, max_body_bytes=max_body_bytes), serving=self.serving)
+        config = EngineConfig(model="tiny", role=role, max_body_bytes=max_body_bytes, enable_scale_out=enable_scale_out)
+        self.worker = Worker(config, serving=self.serving)
         self._server = TestServer(make_app(self.worker))
         self._thread = threading.Thread(target=self._engine, daemon=True)
 
@@ -152,7 +162,9 @@ class Stage:
                     self.client.emit([output])
             elif isinstance(message, Stop):
                 self.stops.append(message)
-                if not message.aborted:
+                if message.aborted:
+                    self.client.emit([Output(message.request_id, [], "abort")])
+                else:
                     (request,) = [r for r in self.submitted if r.request_id == message.request_id]
                     self.client.emit([self.on_stop(request, message.num_output_tokens or 0)])
             else:

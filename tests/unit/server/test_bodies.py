@@ -13,6 +13,7 @@ from engine.api.bodies.completion import parse_completion
 from engine.api.bodies.tokenize import TokenizeText
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def refused(body: dict[str, Any], *, chat: bool = True) -> APIError:
@@ -73,15 +74,8 @@ def test_bad_values_are_refused_naming_the_field(field: str, value: object, frag
     ("field", "value"),
     [
         ("best_of", 3),
-        ("logprobs", True),
-        ("top_logprobs", 5),
-        ("prompt_logprobs", 1),
-        ("echo", True),
         ("suffix", "x"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"json": {}}),
         ("use_beam_search", True),
-        ("priority", 1),
         ("chat_template", "{{ messages }}"),
         ("truncate_prompt_tokens", 5),
     ],
@@ -93,8 +87,9 @@ def test_fields_without_a_function_here_are_refused_by_name(field: str, value: o
 
 
 def test_completions_count_zero_logprobs_as_asked_for() -> None:
-    assert refused({"logprobs": 0}, chat=False).param == "logprobs"
-    assert parse_chat({"messages": MESSAGES, "logprobs": False}).messages
+    assert parse_completion({"prompt": "a", "logprobs": 0}).num_logprobs == 0
+    assert parse_completion({"prompt": "a", "logprobs": None}).num_logprobs is None
+    assert parse_chat({"messages": MESSAGES, "logprobs": False}).num_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -119,8 +114,28 @@ def test_values_that_ask_for_nothing_are_taken(harmless: dict[str, Any]) -> None
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"tools": [{"type": "function"}]}, "tool_choice"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 257}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "=f"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"cache_salt": "a/b"}, "cache_salt"),
+        ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -133,7 +148,7 @@ def test_bad_chat_bodies(body: dict[str, Any], param: str) -> None:
 
 
 def test_tools_are_taken_when_the_model_must_not_call_them() -> None:
-    assert parse_chat({"messages": MESSAGES, "tools": [{"type": "function"}], "tool_choice": "none"}).tools
+    assert parse_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).choice == "none"
 
 
 def test_text_parts_are_taken() -> None:

@@ -109,6 +109,14 @@ async def test_too_many_ids_are_refused(prefill: Stage) -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+async def test_ids_of_one_prompt_are_not_for_several(decode: Stage, prompts: list[Any]) -> None:
+    params = params_for_decode(prompt_token_ids=[1, 2, 3])
+    status, answer = await decode.post(COMPLETIONS, {"prompt": prompts, "kv_transfer_params": params})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert decode.submitted == []
+
+
 # Offers.
 
 

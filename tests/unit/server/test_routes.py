@@ -330,6 +330,17 @@ async def test_body_that_does_not_decompress_is_400(stage: Stage) -> None:
     assert (status, answer["error"]["type"]) == (400, "BadRequestError")
 
 
+async def test_connection_of_a_body_that_does_not_decompress_is_closed(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it ends is unknown, so no request can follow. The fault is the client's: no traceback."""
+    options: dict[str, Any] = {"data": b"plain" * 1000, "headers": {"Content-Encoding": "gzip"}}
+    async with stage.session.post(CHAT, **options) as answer:
+        assert answer.headers["Connection"] == "close"
+    assert (await stage.chat())[0] == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_unknown_routes_and_methods(stage: Stage) -> None:
     status, answer = await stage.post("/v1/nothing")
     assert (status, answer["error"]["type"]) == (404, "NotFoundError")

@@ -72,9 +72,33 @@ def test_any_line_ends_give_the_same_data_wherever_cut(text: str, cut: int) -> N
 def test_event_is_seen_with_its_last_byte(end: str) -> None:
     parser = SSEParser()
     *before, last = f"data: x{end}{end}".encode()
-    held_lf = 1 if end == "\r\n" else 0  # a CR alone might be the whole line end: the event need not wait for the LF
     seen = [len(parser.feed(bytes([byte]))) for byte in [*before, last]]
-    assert seen.index(1) == len(before) - held_lf
+    assert seen.index(1) == len(before)
+
+
+TWO_ENDS = [(a, b) for a, b in itertools.product(["\n", "\r\n", "\r"], repeat=2) if a + b != "\r\n"]
+
+
+@pytest.mark.parametrize(("first", "second"), TWO_ENDS)
+@pytest.mark.parametrize(("third", "fourth"), TWO_ENDS)
+def test_events_are_the_same_wherever_cut_whatever_the_line_ends(
+    first: str, second: str, third: str, fourth: str
+) -> None:
+    stream = f"data: x{first}{second}data: y{third}{fourth}data".encode()
+    whole = SSEParser().feed(stream)
+    assert [event.data for event in whole] == [b"x", b"y"]
+    for at in range(1, len(stream)):
+        parser = SSEParser()
+        assert [*parser.feed(stream[:at]), *parser.feed(stream[at:])] == whole
+
+
+def test_byte_order_mark_before_the_first_event_is_no_part_of_its_data() -> None:
+    mark = b"\xef\xbb\xbf"
+    stream = mark + b"data: x\n\n" + mark + b"data: y\n\n"
+    assert parse([stream]) == (stream, ["x"])
+    assert parse([bytes([byte]) for byte in stream]) == (stream, ["x"])
+    [event] = SSEParser().feed(mark + b"id: 1\ndata: x\n\n")
+    assert sse.replaced(event, {}) == b"id: 1\ndata: {}\n\n"
 
 
 def test_event_beyond_the_bound_is_refused() -> None:
