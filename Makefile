@@ -11,6 +11,9 @@ UP_FLAGS ?=
 PYTEST_FLAGS ?=
 # How long `make soak` goes on.
 SOAK_SECONDS ?= 600
+# How many requests `make fuzz` makes up, and which.
+FUZZ_CASES ?= 20000
+FUZZ_SEED ?= 1
 # Flags for `make soak`, such as SOAK_FLAGS="--seed 7", or "--replay FILE" with the history that a failure printed.
 SOAK_FLAGS ?=
 
@@ -18,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test soak check format bench clean
+.PHONY: help install model clients run test soak fuzz check format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,14 +40,24 @@ $(INSTALLED): pyproject.toml
 model: install ## Fetch the small default model (93 MB, once)
 	@$(BIN)/python -m backhaul.models
 
+clients: tests/clients/node_modules/.installed ## Install what tests need of npm, where there is npm
+
+tests/clients/node_modules/.installed: tests/clients/package-lock.json
+	@if command -v npm >/dev/null; then \
+	  cd tests/clients && npm ci --no-audit --no-fund --loglevel=error && touch node_modules/.installed; \
+	else echo "no npm here: tests of the openai npm client and of Harmony will be skipped"; fi
+
 run: install model ## Start everything with the small model, until Ctrl-C
 	@$(BIN)/backhaul up $(UP_FLAGS)
 
-test: install model ## Run all tests
+test: install model clients ## Run all tests
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
 soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): every answer must be a cold engine's
 	@$(BIN)/python -m tests.property.soak --seconds $(SOAK_SECONDS) $(SOAK_FLAGS)
+
+fuzz: install ## Send FUZZ_CASES (20000) broken requests to engines and router: nothing may break (other FUZZ_SEEDs, others)
+	FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/fuzz
 
 check: install ## Formatting, lint, types, and a report of file sizes
 	$(BIN)/ruff format --check .
@@ -62,6 +75,7 @@ bench: install model ## Measure engine and turns on this machine (a quiet one, p
 	$(BIN)/python -m bench.turn --prefill 2 --decode 2 --turns 5 --history 1000
 	$(BIN)/python -m bench.hostages
 	$(BIN)/python -m bench.idle
+	$(BIN)/python -m bench.router
 
 clean: ## Remove the virtual environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from bench import doors
 from bench.chat import BY_SOURCE, SOURCES, Message, Reply, scrape, stream_chat, user_message
 from bench.reference import running_reference
 from bench.stack import running_stack
@@ -197,10 +198,15 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=2000, help="tokens that went before the middle turn")
     parser.add_argument("--answer", type=int, default=80, help="tokens; more than kv_recompute_threshold")
     parser.add_argument("--repeat", type=int, default=1, help="chats")
+    parser.add_argument("--doors", type=int, metavar="PROMPTS", help="compare the endpoints instead: see bench.doors")
     parser.add_argument("--json", type=Path, help="write everything measured here")
     args = parser.parse_args()
     if args.turns < 2:
         parser.error("--turns must be at least 2")
+    if args.doors:
+        with running_stack(*stack_flags(args)) as facts:
+            asyncio.run(doors.run(facts, args.doors))
+        return
     message_tokens(args.turns, args.history, args.answer)
     with running_stack(*stack_flags(args)) as facts:
         samples = asyncio.run(run(args, facts))

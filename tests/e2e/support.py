@@ -65,11 +65,15 @@ def read_metrics(url: str) -> dict[str, float]:
 
 
 def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    return dict(json.loads(post_raw(url, body, headers)))
+
+
+def post_raw(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bytes:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
     )
     with urllib.request.urlopen(request, timeout=100) as answer:
-        return dict(json.load(answer))
+        return bytes(answer.read())
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
