@@ -114,3 +114,14 @@ def test_router_counts_the_turn(stack: Stack) -> None:
     post(f"{stack.base_url}/chat/completions", body)
     after = read_metrics(f"{stack.router}/metrics")
     assert grown(before, after, "backhaul_router_turns_total{") == 1
+
+
+def test_prefill_makes_one_token_whatever_the_answers_length_is_called(stack: Stack) -> None:
+    """Under any name: a prefill engine that answers in full keeps its clients waiting for what nobody reads."""
+    before = stack.prefill.metrics()
+    messages = [{"role": "user", "content": "Count to a hundred."}]
+    body = {"model": stack.model, "messages": messages, "max_completion_tokens": 60, "ignore_eos": True}
+    answer = post(f"{stack.base_url}/chat/completions", body)
+    assert answer["usage"]["completion_tokens"] == 60
+    after = stack.prefill.metrics()
+    assert grown(before, after, "vllm:generation_tokens_total{") == 1

@@ -134,6 +134,24 @@ def test_chat_decode_leg_tokenizes_nothing(prefill: Engine, decode: Engine, lone
     assert grown(before, after, "vllm:prompt_tokens_by_source_total", source="local_compute") == 1
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ids_of_the_prefill_engine_count_and_not_the_messages_beside_them(
+    prefill: Engine, decode: Engine, lone: Engine, streaming: bool
+) -> None:
+    text = f"tell me about the world and what is in it, once more, {streaming}. " * 5
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 20}
+    first = prefill_leg(prefill, CHAT, body)
+    expected = good(lone.post(CHAT, body | {"return_token_ids": True}))
+    params = first["kv_transfer_params"] | {"prompt_token_ids": first["prompt_token_ids"]}
+    other = {"messages": [{"role": "user", "content": "goodbye"}], "kv_transfer_params": params}
+    asked = body | other | {"return_token_ids": True}
+    events = stream(decode, CHAT, asked) if streaming else [good(decode.post(CHAT, asked))]
+    told = [event.get("prompt_token_ids") for event in events]
+    assert told == [expected["prompt_token_ids"]] + [None] * (len(events) - 1)
+    ids = [token for event in events for token in event["choices"][0].get("token_ids", ())]
+    assert ids == expected["choices"][0]["token_ids"]
+
+
 def test_only_what_decode_lacks_is_pulled(prefill: Engine, decode: Engine) -> None:
     prompt = [(3 * index + 11) % 300 for index in range(200)]
     body = {"temperature": 0, "ignore_eos": True}
@@ -163,7 +181,7 @@ def test_first_token_that_ends_the_text_still_hands_over(prefill: Engine, decode
         ({"model": "nobody"}, 404),
         ({"prompt": [1] * 5000}, 400),
         ({"prompt": {}}, 400),
-        ({"n": 3}, 400),
+        ({"n": 0}, 400),
     ],
 )
 def test_refused_decode_leg_frees_the_prefill_engine(

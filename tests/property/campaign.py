@@ -42,6 +42,7 @@ async def campaign(
     # A turn whose client has left may have pulled too, and only the engine knows.
     told, unseen = tally["tokens pulled for turns"], tally["tokens of prompts of clients gone"]
     assert told <= tally["pulled by prefill"] <= told + unseen, "what turns say they pulled is not what engines did"
-    refused = tally.sum('backhaul_router_turns_total{endpoint="chat",outcome="failed"}')
-    assert not refused, f"{refused} turns failed"
+    for endpoint in ("chat", "completions", "generate", "responses"):
+        failed = tally[f'backhaul_router_turns_total{{endpoint="{endpoint}",outcome="failed"}}']
+        assert not failed, f"{failed} turns of {endpoint} failed"
     return tally

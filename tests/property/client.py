@@ -12,6 +12,15 @@ import aiohttp
 from connectors.wire import sse
 from tests.router_harness import Front
 
+FINISH_REASONS = {"completed": "stop", "incomplete": "length"}
+"""By the status of a response."""
+USAGE = {
+    "prompt_tokens": "input_tokens",
+    "completion_tokens": "output_tokens",
+    "prompt_tokens_details": "input_tokens_details",
+}
+"""What a response counts, by the names that the other endpoints have for it."""
+
 
 @dataclass
 class Reply:
@@ -35,16 +44,37 @@ class Reply:
 
     def take(self, body: dict[str, Any]) -> None:
         """An event, or the whole answer."""
-        self.error = self.error or body.get("error")
-        self.leaked |= "kv_transfer_params" in body
+        self.error = self.error or body.get("error") or (body if body.get("type") == "error" else None)
+        self.leaked |= "_transfer_params" in json.dumps(body)
+        if "choices" in body:
+            self._take_choices(body)
+        elif body.get("type") == "response.output_text.delta":
+            self.parts.append(body["delta"])
+        elif "response" in body or "output" in body:
+            self._take_response(body.get("response", body), whole="output" in body)
+
+    def _take_choices(self, body: dict[str, Any]) -> None:
         self.usage = body.get("usage") or self.usage
         self.prompt_ids += body.get("prompt_token_ids") or []
-        for choice in body.get("choices", ()):
+        for choice in body["choices"]:
             self.prompt_ids += choice.get("prompt_token_ids") or []
             self.token_ids += choice.get("token_ids") or []
             said = choice.get("message") or choice.get("delta") or choice
             self.parts.append(said.get("content") or said.get("text") or "")
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _take_response(self, response: dict[str, Any], *, whole: bool) -> None:
+        self.prompt_ids += response.get("prompt_token_ids") or []
+        self.finish_reason = FINISH_REASONS.get(response["status"])
+        if self.finish_reason is None:
+            return
+        self.token_ids += response["token_ids"]
+        usage = response["usage"]
+        self.usage = {name: usage[theirs] for name, theirs in USAGE.items()}
+        text = "".join(part["text"] for item in response["output"] for part in item["content"])
+        assert whole or text == self.text, f"the last event says {text!r}, those before it {self.text!r}"
+        self.parts = [text]
+        self.ended = True
 
     @property
     def explain(self) -> dict[str, str]:

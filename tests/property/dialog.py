@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from engine.tokenizer import Tokenizer
 from tests.property.client import Reply
+from tests.property.items import functions_of, items_of
 from tests.property.script import Edit, History, Turn
 
 MAX_PROMPT = 330
@@ -22,15 +23,15 @@ MARK = "<think>", "</think>"
 
 
 class Dialog(Protocol):
-    path: str
+    def path(self, turn: Turn) -> str: ...
 
     def edit(self, edit: Edit) -> None: ...
 
     def shorten(self, turn: Turn) -> None:
         """Forget what does not fit, oldest first."""
 
-    def body(self, turn: Turn) -> dict[str, Any]:
-        """The part of the request that holds the prompt."""
+    def body(self, turn: Turn, sampling: dict[str, Any]) -> dict[str, Any]:
+        """The prompt, and these parameters where and as the endpoint has them."""
 
     def prompt_ids(self, turn: Turn) -> list[int]:
         """As a cold engine makes them of that body."""
@@ -46,14 +47,15 @@ def make_dialog(history: History, tokenizer: Tokenizer) -> Dialog:
 
 
 class Chat:
-    path = "/v1/chat/completions"
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.messages: list[dict[str, Any]] = []
         self._ends: list[list[dict[str, Any]]] = []
         """The messages as each turn left them."""
         self._continuing = False
+
+    def path(self, turn: Turn) -> str:
+        return "/v1/responses" if self._newer(turn) else "/v1/chat/completions"
 
     def edit(self, edit: Edit) -> None:
         self._continuing = False
@@ -65,9 +67,15 @@ class Chat:
                 self._talk[0]["content"] = _text(self._talk[0])[-MAX_PROMPT // 2 :]
             self._forget(Edit("forget", max(1, len(self._talk) - 2)))
 
-    def body(self, turn: Turn) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": copy.deepcopy(self.messages)}
-        if tools := TOOLS[turn.tools]:
+    def body(self, turn: Turn, sampling: dict[str, Any]) -> dict[str, Any]:
+        tools = TOOLS[turn.tools]
+        limit = sampling.pop("max_tokens")
+        if self._newer(turn):
+            body = {"input": items_of(self.messages), "max_output_tokens": limit, **sampling}
+            return body | ({"tools": functions_of(tools), "tool_choice": "none"} if tools else {})
+        body = {"messages": copy.deepcopy(self.messages), **sampling}
+        body["max_completion_tokens" if limit % 4 else "max_tokens"] = limit
+        if tools:
             body |= {"tools": tools, "tool_choice": "none"}
         if self._continuing:
             body |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -102,6 +110,9 @@ class Chat:
         other.messages, other._ends = copy.deepcopy(self.messages), list(self._ends)
         other._continuing = self._continuing
         return other
+
+    def _newer(self, turn: Turn) -> bool:
+        return turn.newer and not self._continuing  # a response is always a message of its own
 
     @property
     def _talk(self) -> list[dict[str, Any]]:
@@ -176,13 +187,14 @@ class Chat:
 class Tokens:
     """A conversation of bare token ids: each prompt is the last one, its answer, and more."""
 
-    path = "/v1/completions"
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.ids: list[int] = []
         self._asked: list[int] = []
         self._ends: list[list[int]] = []
+
+    def path(self, turn: Turn) -> str:
+        return "/inference/v1/generate" if self._newer(turn) else "/v1/completions"
 
     def edit(self, edit: Edit) -> None:
         new, at = _some_ids(edit.text), edit.at % max(1, len(self.ids))
@@ -209,8 +221,10 @@ class Tokens:
         while len(self.prompt_ids(turn)) > MAX_PROMPT:
             self.ids = self.ids[len(self.ids) // 4 :]
 
-    def body(self, turn: Turn) -> dict[str, Any]:
-        return {"prompt": self._text() if turn.as_text else list(self.ids)}
+    def body(self, turn: Turn, sampling: dict[str, Any]) -> dict[str, Any]:
+        if self._newer(turn):
+            return {"token_ids": list(self.ids), "output_mode": "text", "sampling_params": sampling}
+        return {"prompt": self._text() if turn.as_text else list(self.ids), **sampling}
 
     def prompt_ids(self, turn: Turn) -> list[int]:
         return self._tokenizer.encode(self._text(), add_special_tokens=True) if turn.as_text else list(self.ids)
@@ -224,6 +238,9 @@ class Tokens:
         self._asked = list(reply.prompt_ids)
         self.ids = [*reply.prompt_ids, *reply.token_ids]
         self._ends.append(list(self.ids))
+
+    def _newer(self, turn: Turn) -> bool:
+        return turn.newer and not turn.as_text  # which takes ids only
 
     def _text(self) -> str:
         return self._tokenizer.decode(self.ids, skip_special_tokens=False) or "the"

@@ -86,7 +86,7 @@ class Player:
         front = self.routers.fronts[history.topology][turn.router]
         self.tally["turns"] += 1
         with self.ledger.visit() as visit:
-            reply = await ask(front, dialog.path, body, headers, leave=turn.leave)
+            reply = await ask(front, dialog.path(turn), body, headers, leave=turn.leave)
             if turn.model == UNKNOWN_MODEL:
                 assert reply.status == 404, f"status {reply.status} for a model nobody serves: {reply.error}"
                 self.tally["unknown models"] += 1
@@ -95,6 +95,7 @@ class Player:
                 self._left(visit, turn, dialog, reply, canonical, answers)
                 return None
             assert (reply.status, reply.error) == (200, None), f"status {reply.status}: {reply.error}"
+            self.tally[f"answer of {dialog.path(turn)}"] += 1
             self._check(visit, turn, reply, canonical, front.url)
             answers.append([*reply.prompt_ids, *reply.token_ids])
         return reply
@@ -160,22 +161,17 @@ class Player:
 
 
 def _request(history: History, turn: Turn, dialog: Dialog) -> tuple[dict[str, Any], dict[str, str]]:
-    newer_name = history.kind == "chat" and turn.max_tokens % 4
-    body = dialog.body(turn) | {
-        "model": turn.model or "tiny",
-        "temperature": 0,
-        "return_token_ids": True,
-        "max_completion_tokens" if newer_name else "max_tokens": turn.max_tokens,
-    }
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": turn.max_tokens}
+    if turn.stop:
+        sampling["stop"] = list(turn.stop)
+    if turn.ignore_eos:
+        sampling["ignore_eos"] = True
+    body = dialog.body(turn, sampling) | {"model": turn.model or "tiny", "return_token_ids": True}
     headers = {"X-Backhaul-Explain": "1"}
     if turn.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    if turn.stop:
-        body["stop"] = list(turn.stop)
     if turn.news:
         body["seventh_sense"] = True
-    if turn.ignore_eos:
-        body["ignore_eos"] = True
     if turn.salt:
         body["cache_salt"] = turn.salt
     if turn.tenant:

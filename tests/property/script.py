@@ -64,6 +64,8 @@ class Turn:
     """The request has a field that the router does not know: it may change the prompt, for all it can tell."""
     as_text: bool = False
     """A completion's prompt as text instead of ids."""
+    newer: bool = False
+    """By the newer endpoint for the same: a chat by that for responses, token ids by that which generates them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class _World:
         self._tenant = rng.choice(("", "", "alice", "bob"))
         self._stream = rng.random() < 0.5
         self._news = rng.random() < 0.12
+        self._newer = rng.random() < 0.3
 
     def text(self, least: int, most: int) -> str:
         return "".join(self._rng.choices(WORDS, k=self._rng.randint(least, most)))
@@ -134,12 +137,13 @@ class _World:
             "salt": self._salt,
             "tenant": self._tenant,
             "news": self._news,
+            "newer": self._newer,
         }
         if rng.random() < 0.12:
             turn["pause"] = rng.choice((0.1, 0.5, 0.8, 1.5, 2.2))
         if odd:
             oddity = rng.choice(
-                ("stop", "eos", "tools", "salt", "tenant", "model", "copies", "rival", "leave", "news", "text")
+                ("stop", "eos", "tools", "salt", "tenant", "model", "copies", "rival", "leave", "news", "text", "newer")
             )
             changes: dict[str, dict[str, Any]] = {
                 "stop": {"stop": rng.choice(STOPS)},
@@ -153,6 +157,7 @@ class _World:
                 "leave": {"leave": rng.choice((1, 2, 5) if turn["stream"] else (2, 10, 25, 60))},
                 "news": {"news": True},
                 "text": {"as_text": True},
+                "newer": {"newer": not self._newer},
             }
             turn |= changes[oddity]
         return Turn(**turn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.property.client import Reply
 from tests.property.dialog import Chat
 from tests.property.ledger import Ledger
 from tests.property.reference import Mismatch, Reference
@@ -89,6 +90,35 @@ def test_ledger_explains_reuse_by_earlier_and_by_concurrent_requests_only() -> N
     with ledger.visit() as later:
         ledger.note(later, [1, 2, 3], "b")
     assert ledger.unexplained() == ["one token too many", "another's"]
+
+
+def test_response_is_read_as_its_events_and_its_end_say_the_same() -> None:
+    def end(text: str, **more: object) -> dict[str, object]:
+        output = [{"type": "message", "content": [{"type": "output_text", "text": text}]}]
+        usage = {"input_tokens": 1, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 0}}
+        return {"status": "incomplete", "output": output, "token_ids": [3, 4], "usage": usage, "error": None, **more}
+
+    def told(*texts: str) -> Reply:
+        reply = Reply(200, {})
+        reply.take({"type": "response.created", "response": {"status": "in_progress", "prompt_token_ids": [1]}})
+        for text in texts:
+            reply.take({"type": "response.output_text.delta", "delta": text})
+        assert not reply.ended
+        return reply
+
+    streamed, whole = told("a", "b"), Reply(200, {})
+    streamed.take({"type": "response.incomplete", "response": end("ab")})
+    whole.take(end("ab", prompt_token_ids=[1]))
+    assert streamed == whole
+    assert (whole.text, whole.finish_reason, whole.prompt_ids, whole.token_ids) == ("ab", "length", [1], [3, 4])
+    assert (whole.ended, whole.leaked, whole.error) == (True, False, None)
+    with pytest.raises(AssertionError, match="the last event says 'ab'"):
+        told("a").take({"type": "response.incomplete", "response": end("ab")})
+    broken, leaking = told("a"), told("a")
+    broken.take({"type": "error", "message": "broken"})
+    leaking.take({"type": "response.incomplete", "response": end("a", kv_transfer_params={})})
+    assert broken.error
+    assert leaking.leaked
 
 
 def test_histories_are_the_same_for_the_same_seed_and_can_be_pasted() -> None:

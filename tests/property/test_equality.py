@@ -20,6 +20,8 @@ AT_LEAST = {
     "prompt canonical": 500,
     "answer stop": 200,
     "answer length": 200,
+    "answer of /v1/responses": 100,
+    "answer of /inference/v1/generate": 40,
     "clients gone": 10,
     "parallel turns": 20,
     "unknown models": 5,

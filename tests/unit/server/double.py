@@ -48,6 +48,23 @@ def says(text: str, **end: Any) -> Script:
     return script
 
 
+def one_by_one(script: Script) -> Script:
+    """The same, each output once the server has taken the last one, so that none are merged."""
+    loop = asyncio.get_running_loop()
+
+    async def turns() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def slow(request: Request) -> Iterable[Output]:
+        for output in script(request):
+            yield output
+            if not output.finished:  # after the last one, the test may have ended
+                asyncio.run_coroutine_threadsafe(turns(), loop).result(5)
+
+    return slow
+
+
 def byte_ids(text: str) -> list[int]:
     """One token per character of an ASCII text."""
     return [_TOKENS.index("Ġ" if character == " " else character) for character in text]
