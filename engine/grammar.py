@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 MAX_SOURCE = 1 << 18
 """Characters of a constraint, at most."""
+MAX_MESSAGE = 200
+"""Characters of a complaint: it may quote the grammar at length."""
 
 
 class GrammarError(ValueError):
@@ -47,3 +49,9 @@ class Matcher(Protocol):
 def lark_string(text: str) -> str:
     """A text as a string of a Lark grammar: JSON's notation, without the one control character that JSON takes raw."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def shortened(complaint: str) -> str:
+    """On one line, for an error message."""
+    complaint = " ".join(complaint.split())
+    return complaint if len(complaint) <= MAX_MESSAGE else complaint[:MAX_MESSAGE] + "…"

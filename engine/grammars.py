@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from functools import cached_property
 
 import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.grammar import MAX_SOURCE, GrammarError, GrammarSpec, Matcher, lark_string
+from engine.grammar import MAX_SOURCE, GrammarError, GrammarSpec, Matcher, lark_string, shortened
+from engine.lark import as_lark
 from engine.tokenizer import Tokenizer
 
 MAX_CACHED = 16
 """Compiled grammars kept; the least recently used goes first."""
-MAX_MESSAGE = 200
-"""Characters of a complaint: it may quote the grammar at length."""
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -67,7 +63,7 @@ class Grammars:
         try:
             return LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=ends)
         except ValueError as error:
-            raise GrammarError(f"this model's tokens do not allow it: {_short(str(error))}") from None
+            raise GrammarError(f"this model's tokens do not allow it: {shortened(str(error))}") from None
 
 
 class GrammarMatcher:
@@ -110,18 +106,11 @@ def _source(grammar: GrammarSpec) -> str:
                     "start: " + " | ".join(map(lark_string, orjson.loads(grammar.source)))
                 )
             case "lark":
-                text = _from_gbnf(grammar.source) if _GBNF_RULE.search(grammar.source) else grammar.source
-                return LLMatcher.grammar_from_lark(text)
+                return LLMatcher.grammar_from_lark(as_lark(grammar.source))
+    except GrammarError:
+        raise
     except ValueError as error:
-        raise GrammarError(_short(str(error))) from None
-
-
-def _from_gbnf(source: str) -> str:
-    """llama.cpp's notation, which clients of vLLM use too, as Lark. Raises GrammarError."""
-    try:
-        return any_to_lark(source)
-    except Exception as error:  # a parser that gives up in many ways, on recursion and missing characters too
-        raise GrammarError(_short(f"neither Lark nor GBNF: {error}")) from None
+        raise GrammarError(shortened(str(error))) from None
 
 
 def _limits() -> LLParserLimits:
@@ -138,9 +127,4 @@ def _limits() -> LLParserLimits:
 
 
 def _complaint(matcher: LLMatcher) -> str:
-    return _short(matcher.get_error().removesuffix("<non-verbose/>"))
-
-
-def _short(message: str) -> str:
-    message = " ".join(message.split())
-    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"
+    return shortened(matcher.get_error().removesuffix("<non-verbose/>"))

@@ -50,8 +50,11 @@ def stop_reason(request: Request, token_id: int, max_model_len: int) -> tuple[Re
     """Whether this last token ends the request, and the stop token if it is one: EOS before stop tokens before
     length."""
     sampling = request.sampling
-    if request.matcher is not None and token_id in request.eos_token_ids:
-        return RequestStatus.FINISHED_STOPPED, None  # nothing can follow, whatever min_tokens and ignore_eos want
+    if request.matcher is not None:  # which lets nothing follow its end, whatever min_tokens and ignore_eos want
+        if token_id in request.eos_token_ids:
+            return RequestStatus.FINISHED_STOPPED, None
+        if token_id in sampling.stop_token_ids and request.matcher.may_end:
+            return RequestStatus.FINISHED_STOPPED, token_id
     if request.num_output_tokens >= sampling.min_tokens:
         if token_id in request.eos_token_ids and not sampling.ignore_eos:
             return RequestStatus.FINISHED_STOPPED, None

@@ -1,15 +1,11 @@
-"""The scheduler: which tokens of which requests the next step computes, and into which blocks.
+"""The scheduler: which tokens of which requests the next step computes.
 
 There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and a step hands
 out a token budget so that the first catches up with the second: running requests first, then waiting ones in order of
 arrival, or of their priority. Chunked prefill, prefix caching and mixed batches all follow from this one rule.
 
 Blocks are held by requests that run, load (their KV is under way from another engine) or have loaded; nothing else in
-the queue holds any. A block gets its name, by which the prefix cache finds it, only after the forward pass or the
-transfer that filled it.
-
-Finished requests may leave their blocks to a reader that may never come. Those are room like free ones: whoever needs
-it takes it, at the cost of the oldest such lease, before anybody waits or is preempted.
+the queue holds any. Which blocks they are is the affair of `engine/block_tables.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
 from engine import limits
 from engine.batch import Batch, ScheduledRequest, StepResult
+from engine.block_tables import BlockTables, num_blocks_owed
 from engine.blocks import BlockPool
 from engine.logprobs import TokenLogprobs
 from engine.messages import Output, Stop
@@ -63,7 +60,7 @@ class Scheduler:
         self.pool = pool
         self.connector = connector
         self.ec_connector = ec_connector or NullECConnector()
-        self.enable_prefix_caching = enable_prefix_caching
+        self.tables = BlockTables(pool, connector, enable_prefix_caching=enable_prefix_caching)
         self._rank = _by_priority if policy == "priority" else _by_arrival
         self._clock = clock
 
@@ -79,9 +76,6 @@ class Scheduler:
         self._outputs: list[Output] = []
 
         self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        """Tokens looked up in the prefix cache."""
-        self.num_prefix_hits = 0
         self.num_generated_tokens = 0
         self.prompt_tokens_by_source: Counter[str] = Counter()
         """local_compute (counted again when computed again), local_cache_hit, external_kv_transfer."""
@@ -126,7 +120,7 @@ class Scheduler:
             return
         # Said at once, rather than after it has queued.
         relies_on_cache = limits.max_prefill(request) is not None
-        if relies_on_cache and (miss := limits.cache_miss(request, len(self._match(request)))):
+        if relies_on_cache and (miss := limits.cache_miss(request, len(self.tables.match(request)))):
             self._fail(request, miss, status=409)
             return
         insort_right(self.waiting, request, key=self._rank)
@@ -190,7 +184,7 @@ class Scheduler:
             request.num_computed_tokens = item.num_computed + item.num_tokens
             prompt_part = min(request.num_computed_tokens, request.num_prompt_tokens) - item.num_computed
             self.prompt_tokens_by_source["local_compute"] += max(0, prompt_part)
-            self._name_blocks(request, item.num_computed)
+            self.tables.name(request, item.num_computed)
             if request.wants_prompt_logprobs:
                 request.add_prompt_logprobs(item.num_computed, result.prompt_logprobs.get(request.request_id, ()))
             if failure := result.failures.get(request.request_id):
@@ -227,7 +221,7 @@ class Scheduler:
             self._fail(request, limits.too_long(self.pool.num_blocks, request.num_computed_tokens + num_new))
             return False
         missing = max(0, total - len(request.block_ids))
-        while not self._reclaim(missing):
+        while not self.tables.reclaim(missing):
             victim = self._victim()
             self._preempt(victim)
             if victim is request:
@@ -243,23 +237,9 @@ class Scheduler:
             return self.loaded.pop()
         return self.running.pop()
 
-    def _reclaim(self, count: int) -> bool:
-        """Have `count` blocks free, by revoking idle leases if it must be; False if there are not so many.
-
-        Nothing is revoked if even all of it would not do, as far as is known: a reader may claim a lease at any time.
-        """
-        if count > self.pool.num_available:
-            return False
-        while count > self.pool.num_free:
-            revoked = self.connector.revoke()
-            if revoked is None:
-                return False
-            self._release(revoked)
-        return True
-
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away; it computes everything again later, before its like in the queue."""
-        self._free(request)
+        self.tables.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -273,18 +253,18 @@ class Scheduler:
         A request is admitted only if *all* its tokens find room beside what the admitted ones still need for
         theirs: neither a prompt nor a load may take the blocks that a prefill under way is owed.
         """
-        owed = sum(_num_blocks_owed(request) for request in (*self.running, *self.loading.values(), *self.loaded))
+        owed = sum(num_blocks_owed(request) for request in (*self.running, *self.loading.values(), *self.loaded))
         while self.waiting:
             request = self.waiting[0]
             if limits.num_blocks(request, request.num_tokens) > self.pool.num_blocks:
                 self._fail(request, limits.too_long(self.pool.num_blocks, request.num_tokens))
                 continue
-            hits = self._match(request)
+            hits = self.tables.match(request)
             if miss := limits.cache_miss(request, len(hits)):
                 self._fail(request, miss, status=409)
                 continue
             num_local = len(hits) * request.block_size
-            num_external, is_async = self._num_loadable(request, num_local)
+            num_external, is_async = self.tables.num_loadable(request, num_local)
             assert is_async or not num_external, "a load that does not wait is not supported"
             if num_external:
                 admissible = len(self.loading) + len(self.loaded) < self.max_num_seqs
@@ -294,7 +274,7 @@ class Scheduler:
             if not admissible or num_new_blocks + owed > self.pool.num_available - self.pool.num_revived(hits):
                 return
             num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
-            if not self._take_blocks(request, hits, num_external, num_new):
+            if not self.tables.lay_out(request, hits, num_external, num_new):
                 return
             self.waiting.popleft()
             if num_external:
@@ -305,30 +285,7 @@ class Scheduler:
                 insort_right(self.running, request, key=self._rank)
                 self._give(request, num_new, scheduled)
                 budget -= num_new
-            owed += _num_blocks_owed(request)
-
-    def _take_blocks(self, request: Request, hits: list[int], num_external: int, num_new: int) -> bool:
-        """Lay out the block table of a request to be admitted: | local hits | to be loaded | to be computed |.
-
-        False, and nothing taken, if idle leases that were counted on have been claimed meanwhile: the request waits
-        until the claims are over.
-        """
-        num_local = len(hits) * request.block_size
-        num_new_blocks = limits.num_blocks(request, num_local + num_external + num_new) - len(hits)
-        self.pool.take(hits)  # first, for they may lie in the very lease that is revoked for the rest
-        if not self._reclaim(num_new_blocks):
-            self.pool.free(hits)
-            return False
-        request.block_ids = hits + self.pool.allocate(num_new_blocks)
-        request.num_computed_tokens = num_local + num_external
-        if self.enable_prefix_caching and not request.wants_prompt_logprobs:
-            self.num_prefix_queries += request.num_tokens
-            self.num_prefix_hits += num_local
-        if not request.num_output_tokens:
-            # Preempted before its first token, a prompt is what it is the next time.
-            request.num_cached_tokens, request.num_external_tokens = num_local, 0
-        self.connector.update_state_after_alloc(request, request.block_ids, num_external)
-        return True
+            owed += num_blocks_owed(request)
 
     def _give(self, request: Request, num_new: int, scheduled: list[ScheduledRequest]) -> None:
         if request.first_scheduled_time is None:
@@ -336,33 +293,12 @@ class Scheduler:
             self.prompt_tokens_by_source["local_cache_hit"] += request.num_cached_tokens
         scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_new))
 
-    def _match(self, request: Request) -> list[int]:
-        """Cached blocks of the request's tokens, but for the last one: it is computed for its logits. None of them if
-        the logits of all are wanted."""
-        if request.wants_prompt_logprobs:
-            return []
-        return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // request.block_size])
-
-    def _num_loadable(self, request: Request, num_local: int) -> tuple[int, bool]:
-        """What another engine has of it beyond the local hit; nothing if the logits of all tokens are wanted. The
-        connector then releases what is held for it, as with any request that needs no load."""
-        if request.wants_prompt_logprobs:
-            return 0, False
-        return self.connector.get_num_new_matched_tokens(request, num_local)
-
-    def _name_blocks(self, request: Request, start: int) -> None:
-        """Let the prefix cache find the blocks that were filled since `start` tokens were computed."""
-        if not self.enable_prefix_caching:
-            return
-        for index in range(start // request.block_size, request.num_computed_tokens // request.block_size):
-            self.pool.cache(request.block_ids[index], request.block_hashes[index])
-
     # How a load ends.
 
     def _apply(self, outcomes: Sequence[ConnectorOutcome]) -> None:
         for outcome in outcomes:
             if isinstance(outcome, BlocksReleased):
-                self._release(outcome)
+                self.tables.release(outcome)
                 continue
             if isinstance(outcome, BlocksClaimed):
                 self.pool.pin(outcome.block_ids)
@@ -371,16 +307,11 @@ class Scheduler:
             if isinstance(outcome, LoadFailed) and outcome.kept_block_ids:
                 request.block_ids = request.block_ids[: -len(outcome.kept_block_ids)]
             if request.status.finished:
-                self._free(request)
+                self.tables.free(request)
             elif isinstance(outcome, Loaded):
                 self._loaded(request)
             else:
                 self._load_failed(request, outcome)
-
-    def _release(self, released: BlocksReleased) -> None:
-        if released.idle:
-            self.pool.pin(released.block_ids)
-        self.pool.free(released.block_ids)
 
     def _loaded(self, request: Request) -> None:
         """The KV is there. If it is that of the whole prompt, its last token is computed again for the logits, and
@@ -388,13 +319,13 @@ class Scheduler:
         request.num_external_tokens = request.num_computed_tokens - request.num_cached_tokens
         self.prompt_tokens_by_source["external_kv_transfer"] += request.num_external_tokens
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        self._name_blocks(request, request.num_cached_tokens)
+        self.tables.name(request, request.num_cached_tokens)
         request.to(RequestStatus.WAITING)
         insort_right(self.loaded, request, key=self._rank)
 
     def _load_failed(self, request: Request, outcome: LoadFailed) -> None:
         """Back to what this engine has itself; the blocks meant for the load hold nothing that may be used."""
-        self._free(request)
+        self.tables.free(request)
         request.num_computed_tokens = request.num_cached_tokens = 0
         if outcome.recompute:
             request.to(RequestStatus.WAITING)
@@ -452,7 +383,7 @@ class Scheduler:
         if hold is Hold.REVOCABLE:
             self.pool.idle(request.block_ids)
         elif hold is Hold.NOTHING and request.request_id not in self.loading:
-            self._free(request)
+            self.tables.free(request)
         self.num_finished[status.value] += 1
         self._outputs.append(
             Output(
@@ -471,10 +402,6 @@ class Scheduler:
             )
         )
 
-    def _free(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
-        request.block_ids = []
-
 
 def _by_arrival(request: Request) -> tuple[int, float]:
     """The same for all: each queue stays in the order in which requests came to it."""
@@ -490,13 +417,6 @@ def _first_prompt_logprobs(request: Request) -> Sequence[TokenLogprobs | None] |
     if request.sampling.prompt_logprobs is None or request.num_output_tokens != 1:
         return None
     return request.prompt_logprobs
-
-
-def _num_blocks_owed(request: Request) -> int:
-    """Blocks an admitted request still needs for the tokens it has."""
-    if request.status.finished:
-        return 0
-    return max(0, limits.num_blocks(request, request.num_tokens) - len(request.block_ids))
 
 
 def _wants_load(request: Request) -> bool:

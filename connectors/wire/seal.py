@@ -92,7 +92,7 @@ def new_key() -> str:
 def _mac(key: bytes, path: str, expiry: str, body: Mapping[str, Any]) -> str:
     kv, ids = body.get(_KV), b""
     if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list):
-        ids = hashlib.sha256(array("Q", given).tobytes()).digest()  # as JSON they would cost more than all the rest
+        ids = hashlib.sha256(array("I", given).tobytes()).digest()  # as JSON they would cost more than all the rest
         kv = {key: value for key, value in kv.items() if key != _IDS}
     said = orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS)
-    return hmac.new(key, said + ids, hashlib.sha256).hexdigest()
+    return hmac.digest(key, said + ids, "sha256").hex()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -29,8 +28,7 @@ class SSEError(ValueError):
     """The stream is not one we can follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class SSEEvent:
+class SSEEvent(NamedTuple):
     raw: bytes
     """As received, the blank line that ends it included."""
     data: bytes | None
@@ -52,6 +50,10 @@ class SSEParser:
     def feed(self, chunk: bytes) -> list[SSEEvent]:
         """The events that end in this chunk. Raises SSEError if one grows beyond the bound."""
         buffer = self._buffer
+        if not buffer and chunk.endswith(b"\n\n") and b"\r" not in chunk and not chunk.startswith(_BOM):
+            # Whole events with ends of the usual kind, as most are.
+            self._begun = True
+            return [SSEEvent(text + b"\n\n", data_of(text)) for text in chunk.split(b"\n\n")[:-1]]
         buffer += chunk
         events: list[SSEEvent] = []
         while end := _EVENT_END.search(buffer, self._searched):
@@ -94,6 +96,8 @@ def comment(text: str) -> bytes:
 
 def data_of(raw: bytes) -> bytes | None:
     """The data lines of an event, joined by LF; None if there is none."""
+    if raw.startswith(b"data: ") and b"\n" not in (line := raw.rstrip(b"\r\n")) and b"\r" not in line:
+        return line[6:]  # a single line, as is most common
     lines = [_value(line) for line in raw.splitlines() if line.startswith(b"data:") or line == b"data"]
     return b"\n".join(lines) if lines else None
 

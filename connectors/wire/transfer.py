@@ -114,14 +114,19 @@ class KVTransferParams(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary to send: the keys that were given, the unknown ones included, and no others."""
-        return self.model_dump(exclude_unset=True)
+        # All values are plain JSON: to dump the model would copy every id and hash.
+        given = self.model_fields_set
+        told = {key: value for key, value in self.__dict__.items() if key in given}
+        return {**told, **(self.model_extra or {})}
 
     def with_(self, **changes: Any) -> Self:
         """A validated copy with these keys set."""
         return type(self)(**{**self.to_json(), **changes})
 
     def without(self, *keys: str) -> Self:
-        """A copy in which these keys are absent."""
+        """What is left if these keys are absent."""
+        if self.model_fields_set.isdisjoint(keys):  # those that are not known here count as set too
+            return self
         return type(self)(**{k: v for k, v in self.to_json().items() if k not in keys})
 
     def remote_blocks(self, *, block_size: int | None = None) -> RemoteBlocks | None:
@@ -186,16 +191,17 @@ class KVTransferParams(BaseModel):
         }
         if self.remote_block_hashes is not None:
             changes["remote_block_hashes"] = self.remote_block_hashes[:num_blocks]
-        return self.with_(**changes)
+        return self.model_copy(update=changes)  # a part of what is valid is
 
     # What router and engines ask of each other, so that no caller ever sets the booleans by hand.
 
     @classmethod
     def for_prefill(cls, offer: KVTransferParams | None = None) -> KVTransferParams:
         """Router to P: prefill and hold the blocks. `offer` are D's blocks of the last turn, to be pulled."""
+        if offer is None:
+            return _HOLD
         flags = {"do_remote_decode": True, "do_remote_prefill": False}
-        offered = offer.without(*_ENGINE_INTERNAL, "prompt_token_ids").to_json() if offer else {}
-        return cls(**{**offered, **flags})
+        return offer.without(*_ENGINE_INTERNAL, "prompt_token_ids").model_copy(update=flags)
 
     @classmethod
     def for_decode_alone(cls, *, max_prefill_tokens: int | None = None) -> KVTransferParams:
@@ -214,6 +220,9 @@ class KVTransferParams(BaseModel):
         if not self.do_remote_prefill or self.remote_blocks() is None:
             raise WireError("kv_transfer_params.remote_block_ids", "the prefill answer names no blocks to pull")
         return self.without(*_ENGINE_INTERNAL, "prompt_token_ids")
+
+
+_HOLD = KVTransferParams(do_remote_decode=True, do_remote_prefill=False)
 
 
 class ECItem(BaseModel):

@@ -16,11 +16,12 @@ import orjson
 from aiohttp import web
 
 from connectors.transport import Peer
+from connectors.wire.note import LEG_HEADER
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams, WireError
 from engine.api.context import WORKER, Serving
 from engine.api.offload import LARGE_BODY, offload
-from engine.api.transfer import KV, read_transfer, trusted_params, without_prompt_ids
+from engine.api.transfer import KV, check_extra_args, read_transfer, trusted_params, without_prompt_ids
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,12 @@ class Call:
     """For the engine: the transfer params, parsed and never with prompt_token_ids, and what else came with them."""
     prompt_token_ids: list[int] | None
     """Ids that the router knows for this prompt, in the vocabulary; only as part of a hand-off or an offer."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What this request can be aborted by: the client's id, and the router's name for the leg."""
+        leg = self.http.headers.get(LEG_HEADER, "")
+        return (self.request_id, leg) if 0 < len(leg) <= MAX_REQUEST_ID_LENGTH else (self.request_id,)
 
     def engine_id(self, prefix: str, index: int = 0) -> str:
         """A request id no other request of this engine has, even if a client repeats its own."""
@@ -91,6 +98,7 @@ async def read_call(request: web.Request) -> Call:
     serving = worker.require_serving()
     raw = trusted_params(request, body, serving)
     request[_DEBT] = raw.get(KV)
+    check_extra_args(body)
     adopt_request_id(request, body)
     worker.require_accepting()
     model = body.get("model")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.api.bodies.chat import ChatBody
 from engine.api.context import Serving
 from engine.api.generation import DONE, Choice, Json, frame
-from engine.api.logprobs import finite, prompt_logprobs_json
+from engine.api.logprobs import logprob_json, prompt_logprobs_json
 from engine.formats.base import CallDelta, Parser, Piece
 from engine.logprobs import TokenLogprobs
 from engine.output import Delta
@@ -129,18 +129,9 @@ class ChatShape:
     def _logprobs(self, items: Iterable[TokenLogprobs]) -> Json | None:
         if not self.body.logprobs:
             return None
-        return {
-            "content": [
-                self._logprob(item.token_id, item.logprob)
-                | {"top_logprobs": [self._logprob(*other) for other in item.top[: self.body.top_logprobs or 0]]}
-                for item in items
-            ]
-        }
-
-    def _logprob(self, token_id: int, logprob: float) -> Json:
-        token = self.serving.tokenizer.token_bytes(token_id)
-        name = f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else token.decode(errors="replace")
-        return {"token": name, "logprob": finite(logprob), "bytes": list(token)}
+        count, as_id = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
+        tokenizer = self.serving.tokenizer
+        return {"content": [logprob_json(item, tokenizer=tokenizer, count=count, as_id=as_id) for item in items]}
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head("chat.completion.chunk"), "choices": choices}

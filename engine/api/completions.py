@@ -12,9 +12,10 @@ from connectors.wire.openai import bad_request
 from engine.api.bodies.completion import CompletionBody, parse_completion
 from engine.api.call import read_call
 from engine.api.context import LONG_TEXT, Serving
-from engine.api.generation import DONE, Choice, Generation, Json, frame, make_requests
+from engine.api.generation import DONE, Choice, Generation, Json, frame
 from engine.api.logprobs import TextLogprobs, prompt_logprobs_json
 from engine.api.offload import offload
+from engine.api.requests import make_requests
 from engine.logprobs import TokenLogprobs
 from engine.output import Delta
 
@@ -28,7 +29,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             raise bad_request("prompt: only one is possible with kv_transfer_params", param="prompt")
         call = call.without_offer()
     prompts = await prompt_ids(call.serving, body)
-    groups = [await make_requests(call, body, body, ids, call.engine_id("cmpl", i)) for i, ids in enumerate(prompts)]
+    groups = await make_requests(call, body, body, prompts, "cmpl")
     shape = CompletionShape(f"cmpl-{call.request_id}", call.serving, body)
     return await Generation(call, body, groups, shape).respond()
 

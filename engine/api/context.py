@@ -14,6 +14,7 @@ from connectors.lease import Leases
 from connectors.transport import Transport
 from connectors.wire.openai import APIError, bad_request, model_not_found, unavailable
 from connectors.wire.seal import SealKeys
+from engine.api.bodies.base import check_ids
 from engine.api.offload import offload
 from engine.client import EngineClient
 from engine.config import EngineConfig
@@ -97,11 +98,7 @@ class Serving:
             raise bad_request(f"{param}: must not be empty", param=param)
         if len(token_ids) >= self.max_model_len:
             raise self.too_long(str(len(token_ids)), param)
-        if max(token_ids) >= self.vocab_size:
-            raise bad_request(
-                f"{param}: token id {max(token_ids)} is out of vocabulary, ids end at {self.vocab_size - 1}",
-                param=param,
-            )
+        check_ids(token_ids, self.vocab_size, param)
         return token_ids
 
     def too_long(self, num_tokens: str, param: str) -> APIError:

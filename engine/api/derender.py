@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
 from engine.api.bodies.chat import parse_chat
 from engine.api.bodies.completion import CompletionBody, parse_completion
-from engine.api.bodies.derender import DerenderChatBody, DerenderCompletionBody, Generated, parse_derender
+from engine.api.bodies.derender import (
+    MAX_TOP,
+    DerenderBody,
+    DerenderChatBody,
+    DerenderCompletionBody,
+    Generated,
+    parse_derender,
+)
 from engine.api.bodies.generate import parse_context
 from engine.api.bodies.sampling import SamplingBody
 from engine.api.call import REQUEST_ID, is_large, read_json
@@ -22,13 +30,23 @@ from engine.api.offload import offload
 from engine.api.replay import check_generated, passed_on, replay, usage_of
 from engine.request import SamplingParams
 
+B = TypeVar("B", bound=DerenderBody)
+
 
 async def chat(request: web.Request) -> web.Response:
+    return await _derender(request, DerenderChatBody, _chat)
+
+
+async def completions(request: web.Request) -> web.Response:
+    return await _derender(request, DerenderCompletionBody, _completion)
+
+
+async def _derender(request: web.Request, model: type[B], read_back: Callable[[Serving, B, str], Json]) -> web.Response:
     raw = await read_json(request)
     serving = request.app[WORKER].require_serving()
-    body = await offload(is_large(request), parse_derender, DerenderChatBody, raw)
+    body = await offload(is_large(request), parse_derender, model, raw)
     serving.check_model(body.model)
-    return json_response(await offload(is_large(request), _chat, serving, body, request[REQUEST_ID]))
+    return json_response(await offload(is_large(request), read_back, serving, body, request[REQUEST_ID]))
 
 
 def _chat(serving: Serving, body: DerenderChatBody, request_id: str) -> Json:
@@ -44,14 +62,6 @@ def _chat(serving: Serving, body: DerenderChatBody, request_id: str) -> Json:
     choices = [replay(serving, i, one, prompt, sampling) for i, one in enumerate(answer.choices)]
     shape = ChatShape(answer_id("chatcmpl-", answer.request_id or request_id), serving, chat_body)
     return shape.answer(choices, usage_of([answer], choices, body.prompt_tokens)) | passed_on([answer])
-
-
-async def completions(request: web.Request) -> web.Response:
-    raw = await read_json(request)
-    serving = request.app[WORKER].require_serving()
-    body = await offload(is_large(request), parse_derender, DerenderCompletionBody, raw)
-    serving.check_model(body.model)
-    return json_response(await offload(is_large(request), _completion, serving, body, request[REQUEST_ID]))
 
 
 def _completion(serving: Serving, body: DerenderCompletionBody, request_id: str) -> Json:
@@ -105,8 +115,8 @@ def _prompts(
 
 
 def sampling_of(serving: Serving, asked: SamplingBody) -> SamplingParams:
-    length = serving.max_model_len
-    return asked.sampling(max_tokens=length, vocab_size=serving.vocab_size, max_logprobs=serving.max_logprobs)
+    # As many logprobs as were told elsewhere: here they cost nothing.
+    return asked.sampling(max_tokens=serving.max_model_len, vocab_size=serving.vocab_size, max_logprobs=MAX_TOP)
 
 
 def answer_id(prefix: str, request_id: str) -> str:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from engine.api.bodies.chat import ChatBody
 from engine.api.bodies.generate import GenerateBody, parse_context, parse_generate
 from engine.api.call import read_call
 from engine.api.chat_shape import ChatShape
 from engine.api.context import Serving
-from engine.api.generation import DONE, Choice, Generation, Json, frame, make_requests
+from engine.api.generation import DONE, Choice, Generation, Json, frame
 from engine.api.logprobs import logprobs_by_id, prompt_logprobs_json
 from engine.api.offload import offload
+from engine.api.requests import make_requests
 from engine.logprobs import TokenLogprobs
 from engine.output import Delta
 
@@ -32,16 +34,18 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise serving.too_long(str(len(ids)), "token_ids")
     body = await offload(call.large, parse_generate, call.body)
     prompt = serving.check_prompt(body.token_ids, "token_ids")
-    parsed = body.output_mode == "derender"
+    chat = None
+    if body.output_mode == "derender":
+        chat = await offload(call.large, parse_context, body.parse_context or {})
     requests = await make_requests(
         call,
         body,
         body.sampling,
-        prompt,
-        call.engine_id(PREFIX),
-        keep_special_tokens=parsed and serving.chat.keeps_special_tokens,
+        [prompt],
+        PREFIX,
+        keep_special_tokens=chat is not None and serving.chat.keeps_special_tokens,
     )
-    return await Generation(call, body, [requests], GenerateShape(call.request_id, serving, body)).respond()
+    return await Generation(call, body, requests, GenerateShape(call.request_id, serving, body, chat)).respond()
 
 
 @dataclass
@@ -49,6 +53,8 @@ class GenerateShape:
     request_id: str
     serving: Serving
     body: GenerateBody
+    chat: ChatBody | None
+    """How the message is to be read, if there is to be one."""
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = "generate"
     _prompt_told: bool = False
@@ -86,9 +92,9 @@ class GenerateShape:
 
     def answer(self, choices: Sequence[Choice], usage: Json) -> Json:
         entries = [self._entry(choice, choice.token_ids, choice.text, choice.logprobs) for choice in choices]
-        if self.body.output_mode == "derender":
-            chat = ChatShape(self.id, self.serving, parse_context(self.body.parse_context or {}))
-            for entry, read in zip(entries, chat.answer(choices, usage)["choices"], strict=True):
+        if self.chat is not None:
+            told = ChatShape(self.id, self.serving, self.chat).answer(choices, usage)["choices"]
+            for entry, read in zip(entries, told, strict=True):
                 entry.update(message=read["message"], finish_reason=read["finish_reason"])
         head = {"model": self.serving.model_name, "created": self.created}
         whole = self._chunk(entries) | head | {"usage": usage}

@@ -15,15 +15,11 @@ import orjson
 from aiohttp import web
 
 from connectors.wire.note import TOKEN_NOTE, first_note, last_note
-from connectors.wire.openai import APIError, bad_request, error_body, unavailable
+from connectors.wire.openai import APIError, error_body, unavailable
 from connectors.wire.transfer import PREFIX_CACHE_MISS, ECTransferParams, KVTransferParams
 from engine.api.bodies.generation import StreamBody
-from engine.api.bodies.sampling import SamplingBody
 from engine.api.call import Call
-from engine.api.checks import bad_word_ids, matchers_for, priority_of
-from engine.api.transfer import EC, KV
-from engine.grammar import GrammarSpec
-from engine.hashing import hash_seed
+from engine.api.offload import offload
 from engine.logprobs import TokenLogprobs
 from engine.messages import Output
 from engine.output import Delta, OutputText
@@ -37,6 +33,8 @@ SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+LONG_ANSWER = 8192
+"""Tokens, those of the prompt included, from which an answer in one piece is written in a thread."""
 Json = dict[str, Any]
 
 
@@ -156,6 +154,8 @@ class Generation:
         self._shape = shape
         self._first = [group[0] for group in groups]
         self._waiting = {group[0].request_id: group[1:] for group in groups if len(group) > 1}
+        self._told = False
+        """All of the answer is on its way."""
         tokenizer = call.serving.tokenizer
         self.choices = [
             Choice(
@@ -172,20 +172,25 @@ class Generation:
         ]
 
     async def respond(self) -> web.StreamResponse:
-        if self._body.stream:
-            return await self._stream()
-        return json_response(self._shape.answer(*await self.whole()))
+        try:
+            return await (self._stream() if self._body.stream else self._whole())
+        finally:
+            if not self._told:  # nobody will come for the blocks that it offers
+                for choice in self.choices:
+                    self._call.serving.client.give_back(choice.kv_transfer_params)
 
-    async def whole(self) -> tuple[Sequence[Choice], Json]:
-        """All choices, ended, and the usage. Raises APIError if one fails."""
+    async def _whole(self) -> web.Response:
         async with aclosing(self._steps()) as steps:
             async for choice, delta in steps:
                 choice.parts += delta.texts
         if self._body.token_note:
             first = self.choices[0]
-            note = first_note(first.request.prompt_token_ids, first.num_reused_tokens) | last_note(first.token_ids)
-            first.note = {TOKEN_NOTE: note}
-        return self.choices, self._usage()
+            first.note = {TOKEN_NOTE: self._first_note(first) | last_note(first.token_ids)}
+        usage = self._usage()
+        large = usage["total_tokens"] >= LONG_ANSWER
+        response = await offload(large, lambda: json_response(self._shape.answer(self.choices, usage)))
+        self._told = True
+        return response
 
     async def _stream(self) -> web.StreamResponse:
         shape = self._shape
@@ -200,6 +205,7 @@ class Generation:
                     await self._write(response, *step)
                 closing = shape.closing(self.choices, self._usage(), include_usage=self._body.include_usage)
                 await response.write(b"".join(map(shape.frame, closing)) + shape.end)
+                self._told = True
             except ConnectionError:  # the client left; nobody is there to be told
                 return response
             except APIError as error:
@@ -220,20 +226,22 @@ class Generation:
             choice.opened = True
             events = self._shape.opening(choice) + events
             if noted:
-                note = first_note(choice.request.prompt_token_ids, choice.num_reused_tokens)
-                events[0] = {**events[0], TOKEN_NOTE: note | events[0].get(TOKEN_NOTE, {})}
+                events[0] = {**events[0], TOKEN_NOTE: self._first_note(choice) | events[0].get(TOKEN_NOTE, {})}
         if self._body.continuous_usage:
             usage = self._usage()
             events = [{**event, "usage": usage} for event in events]
         if events:
             await response.write(b"".join(map(self._shape.frame, events)))
 
+    def _first_note(self, choice: Choice) -> Json:
+        return first_note(self._body.token_note, choice.request.prompt_token_ids, choice.num_reused_tokens)
+
     async def _steps(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """Submit, then yield what each choice gains until all have finished. Raises APIError if one fails."""
         by_id = {choice.request.request_id: choice for choice in self.choices}
         client = self._call.serving.client
         later = [request for requests in self._waiting.values() for request in requests]
-        outputs = client.submit(self._first, later, names=(self._call.request_id, self._shape.id))
+        outputs = client.submit(self._first, later, names=(*self._call.names, self._shape.id))
         self._call.hand_over()
         try:
             async with outputs:
@@ -318,55 +326,6 @@ class Generation:
                 "output_tokens": usage["completion_tokens"],
             },
         )
-
-
-async def make_requests(
-    call: Call,
-    body: StreamBody,
-    sampling: SamplingBody,
-    prompt: list[int],
-    request_id: str,
-    *,
-    grammar: GrammarSpec | None = None,
-    keep_special_tokens: bool = False,
-    stop_token_ids: frozenset[int] = frozenset(),
-) -> list[Request]:
-    """The engine's requests for one checked prompt: as many as the body wants answers. Raises APIError 400.
-
-    `grammar`, if given, takes the place of the body's own; `stop_token_ids` come on top of the body's.
-    """
-    serving = call.serving
-    room = serving.max_model_len - len(prompt)
-    max_tokens = room if sampling.requested_max_tokens is None else min(room, sampling.requested_max_tokens)
-    if sampling.num_choices > 1 and call.kv_transfer_params is not None and call.kv_transfer_params.do_remote_decode:
-        raise bad_request("n: only 1 is possible for a prefill that another engine goes on with", param="n")
-    params = sampling.sampling(max_tokens=max_tokens, vocab_size=serving.vocab_size, max_logprobs=serving.max_logprobs)
-    params = replace(
-        params,
-        grammar=grammar or params.grammar,
-        bad_words=bad_word_ids(serving.tokenizer, sampling.bad_words or ()),
-        skip_special_tokens=params.skip_special_tokens and not keep_special_tokens,
-        stop_token_ids=params.stop_token_ids | stop_token_ids,
-    )
-    urgency = priority_of(call, sampling.priority)
-    requests = []
-    for number, matcher in enumerate(await matchers_for(serving, params.grammar, sampling.num_choices)):
-        # One set of blocks is for one reader: the first fetches, the others find it in the prefix cache.
-        extra = call.extra_args if number == 0 else {k: v for k, v in call.extra_args.items() if k not in (KV, EC)}
-        seed = None if params.seed is None else params.seed + number
-        requests.append(
-            Request(
-                request_id=request_id if sampling.num_choices == 1 else f"{request_id}-{number}",
-                prompt_token_ids=prompt,
-                sampling=replace(params, seed=seed, extra_args=extra),
-                eos_token_ids=serving.tokenizer.eos_token_ids,
-                block_size=serving.block_size,
-                hash_seed=hash_seed(serving.model_fingerprint, body.cache_salt),
-                priority=urgency,
-                matcher=matcher,
-            )
-        )
-    return requests
 
 
 def json_response(value: Json | list[Json], *, status: int = 200) -> web.Response:

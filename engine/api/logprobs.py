@@ -1,4 +1,4 @@
-"""Logprobs as endpoints that are not chat write them: by id, by token text, and those of a prompt."""
+"""Logprobs as the endpoints write them: by token, by id, in lists, and those of a prompt."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ LEAST_LOGPROB = -9999.0
 
 def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+def logprob_json(item: TokenLogprobs, *, tokenizer: Tokenizer, count: int, as_id: bool = False) -> Json:
+    """Of one token, as chats and responses have it, with the `count` likeliest in its place. `as_id`: tokens are
+    written as `token_id:123`."""
+
+    def one(token_id: int, logprob: float) -> Json:
+        token = tokenizer.token_bytes(token_id)
+        name = f"token_id:{token_id}" if as_id else token.decode(errors="replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(token)}
+
+    return one(item.token_id, item.logprob) | {"top_logprobs": [one(*other) for other in item.top[:count]]}
 
 
 def logprobs_by_id(items: Iterable[TokenLogprobs]) -> Json:

@@ -20,7 +20,7 @@ from engine.api.chat import render as render_chat
 from engine.api.context import WORKER, Serving
 from engine.api.generation import Json, json_response
 from engine.api.offload import offload
-from engine.api.transfer import EC, KV, trusted_params, without_prompt_ids
+from engine.api.transfer import EC, KV, check_extra_args, trusted_params, without_prompt_ids
 from engine.grammar import GrammarSpec
 
 _BESIDE = ("model", "stream", "stream_options", "return_token_ids", "cache_salt", "priority")
@@ -46,7 +46,7 @@ async def chat(request: web.Request) -> web.Response:
     serving, large = source.serving, is_large(request)
     body = await offload(large, parse_chat, source.raw)
     ids = await render_chat(serving, body, add_special_tokens=bool(body.add_special_tokens), large=large)
-    constraint = grammar(serving, body, serving.check_prompt(ids, "messages"))
+    constraint = await offload(large, grammar, serving, body, serving.check_prompt(ids, "messages"))
     rendered = _rendered(source, body, constraint, ids, f"chatcmpl-{request[REQUEST_ID]}")
     context = {name: source.raw[name] for name in CONTEXT if source.raw.get(name) is not None}
     return json_response(_for_format(serving, body, rendered, context))
@@ -67,7 +67,7 @@ async def responses(request: web.Request) -> web.Response:
     serving, large = source.serving, is_large(request)
     body, prompt = await offload(large, responses_api.read, source.raw)
     ids = serving.check_prompt(await responses_api.render(serving, prompt, large=large), "input")
-    constraint = responses_api.grammar(serving, body, prompt, ids)
+    constraint = await offload(large, responses_api.grammar, serving, body, prompt, ids)
     context: Json = {"parallel_tool_calls": body.parallel}
     if prompt.tools:
         named = {"type": "function", "function": {"name": body.choice.removeprefix("=")}}
@@ -82,6 +82,7 @@ async def _read(request: web.Request) -> _Source:
     raw = await read_json(request)
     serving = request.app[WORKER].require_serving()
     extra = dict(without_prompt_ids(trusted_params(request, raw, serving)))
+    check_extra_args(raw)
     adopt_request_id(request, raw)
     if isinstance(raw.get("model"), str):
         serving.check_model(raw["model"])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from connectors.wire.openai import bad_request
+from engine.api.bodies.base import check_ids
 from engine.api.bodies.derender import Generated, GeneratedChoice
 from engine.api.context import Serving
 from engine.api.generation import Choice, Json
@@ -25,17 +26,16 @@ def check_generated(serving: Serving, generated: Generated, param: str) -> None:
             raise bad_request(f"{param}: at most {serving.max_model_len} ids in a choice, got {len(ids)}", param=param)
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         told = [t.token_id for item in logprobs for t in (item, *(item.top_logprobs or ()))]
-        if max((*ids, *told), default=0) >= serving.vocab_size:
-            raise bad_request(f"{param}: out of vocabulary, ids end at {serving.vocab_size - 1}", param=param)
+        check_ids([*ids, *told], serving.vocab_size, param)
 
 
 def replay(
     serving: Serving, index: int, generated: GeneratedChoice, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> Choice:
     """The choice that these ids make. Work for a thread, if they are many. Raises APIError 400."""
-    if len(prompt_token_ids) > serving.max_model_len or max(prompt_token_ids, default=0) >= serving.vocab_size:
-        param = "prompt_token_ids"
-        raise bad_request(f"{param}: longer than the context, or out of vocabulary", param=param)
+    if len(prompt_token_ids) > serving.max_model_len:
+        raise serving.too_long(str(len(prompt_token_ids)), "prompt_token_ids")
+    check_ids(prompt_token_ids, serving.vocab_size, "prompt_token_ids")
     request = Request(
         request_id="",
         prompt_token_ids=prompt_token_ids,

@@ -7,29 +7,36 @@ from typing import Any
 
 from aiohttp import web
 
-from connectors.wire.openai import bad_request
+from engine.api import model_format
 from engine.api.bodies.responses import ResponsesBody, not_stored, parse_responses
 from engine.api.call import Call, read_call
-from engine.api.context import LONG_TEXT, Serving
-from engine.api.generation import Generation, Json, make_requests
-from engine.api.logprobs import finite
+from engine.api.context import Serving
+from engine.api.generation import Generation
+from engine.api.logprobs import logprob_json
 from engine.api.offload import offload
+from engine.api.requests import make_requests
 from engine.api.responses_answer import ResponseOutput
-from engine.api.responses_input import prompt_of, text_size
+from engine.api.responses_input import prompt_of
 from engine.api.responses_shape import ResponseShape
-from engine.formats.base import FormatError, Prompt, PromptTooLong
+from engine.formats.base import Prompt
 from engine.grammar import GrammarSpec
-from engine.logprobs import TokenLogprobs
-from engine.request import Request
-from engine.tokenizer import Tokenizer
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
     body, prompt = await offload(call.large, read, call.body)
-    engine_request = await _request(call, body, prompt)
-    shape = _shape(call, body, prompt, engine_request)
-    return await Generation(call, body, [[engine_request]], shape).respond()
+    ids = await _prompt_ids(call, prompt)
+    requests = await make_requests(
+        call,
+        body,
+        body,
+        [ids],
+        "resp",
+        grammar=await offload(call.large, grammar, call.serving, body, prompt, ids),
+        keep_special_tokens=call.serving.chat.keeps_special_tokens,
+        stop_token_ids=call.serving.chat.stop_token_ids,
+    )
+    return await Generation(call, body, requests, _shape(call, body, prompt, ids)).respond()
 
 
 async def not_found(request: web.Request) -> web.StreamResponse:
@@ -43,69 +50,31 @@ def read(body: dict[str, Any]) -> tuple[ResponsesBody, Prompt]:
     return parsed, prompt_of(parsed)
 
 
-async def _request(call: Call, body: ResponsesBody, prompt: Prompt) -> Request:
-    serving = call.serving
-    ids = call.prompt_token_ids
-    if ids is None:
-        ids = await render(serving, prompt, large=call.large)
-    ids = serving.check_prompt(ids, "input")
-    (request,) = await make_requests(
-        call,
-        body,
-        body,
-        ids,
-        call.engine_id("resp"),
-        grammar=grammar(serving, body, prompt, ids),
-        keep_special_tokens=serving.chat.keeps_special_tokens,
-        stop_token_ids=serving.chat.stop_token_ids,
-    )
-    return request
-
-
 async def render(serving: Serving, prompt: Prompt, *, large: bool) -> list[int]:
     """The ids of a prompt in the model's format. Raises APIError 400."""
-    return await offload(large or text_size(prompt) >= LONG_TEXT, _render, serving, prompt)
-
-
-def _render(serving: Serving, prompt: Prompt) -> list[int]:
-    try:
-        return serving.chat.render(prompt)
-    except PromptTooLong as error:
-        raise serving.too_long(f"more than {error.at_least}", "input") from None
-    except FormatError as error:
-        raise bad_request(f"input: {error}", param="input") from None
+    return await model_format.render(serving, prompt, param="input", large=large)
 
 
 def grammar(serving: Serving, body: ResponsesBody, prompt: Prompt, ids: list[int]) -> GrammarSpec | None:
-    """What the answer must look like from its first token on. Raises APIError 400."""
-    try:
-        return serving.chat.grammar(
-            body.grammar_spec,
-            tools=prompt.tools,
-            choice=body.choice,
-            parallel=body.parallel,
-            prompt_token_ids=ids,
-        )
-    except FormatError as error:
-        param = "tool_choice" if prompt.tools else "text.format"
-        raise bad_request(f"{param}: {error}", param=param) from None
+    """Raises APIError 400."""
+    param = "tool_choice" if prompt.tools else "text.format"
+    return model_format.grammar(serving, body, prompt.tools, ids, param=param)
 
 
-def _shape(call: Call, body: ResponsesBody, prompt: Prompt, request: Request) -> ResponseShape:
+async def _prompt_ids(call: Call, prompt: Prompt) -> list[int]:
+    ids = call.prompt_token_ids
+    if ids is None:
+        ids = await render(call.serving, prompt, large=call.large)
+    return call.serving.check_prompt(ids, "input")
+
+
+def _shape(call: Call, body: ResponsesBody, prompt: Prompt, ids: list[int]) -> ResponseShape:
     serving = call.serving
-    parser = serving.chat.parser(tools=prompt.tools, choice=body.choice, prompt_token_ids=request.prompt_token_ids)
+    parser = serving.chat.parser(tools=prompt.tools, choice=body.choice, prompt_token_ids=ids)
     return ResponseShape(
         f"resp_{call.request_id}",
         {"model": serving.model_name} | body.echo,
         ResponseOutput(parser, serving.tokenizer.token_bytes, parallel=body.parallel),
-        partial(_logprob_json, serving.tokenizer, body.top_logprobs or 0),
+        partial(logprob_json, tokenizer=serving.tokenizer, count=body.top_logprobs or 0),
         bool(body.return_token_ids),
     )
-
-
-def _logprob_json(tokenizer: Tokenizer, count: int, item: TokenLogprobs) -> Json:
-    def one(token_id: int, logprob: float) -> Json:
-        token = tokenizer.token_bytes(token_id)
-        return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": finite(logprob)}
-
-    return one(item.token_id, item.logprob) | {"top_logprobs": [one(*other) for other in item.top[:count]]}

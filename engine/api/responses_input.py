@@ -27,13 +27,6 @@ def prompt_of(body: ResponsesPrompt) -> Prompt:
     return Prompt(list(_messages(body)), tools, variables=variables)
 
 
-def text_size(prompt: Prompt) -> int:
-    """Characters that the messages say."""
-    contents = [message["content"] for message in prompt.messages]
-    parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
-    return sum(len(text) for text in [*parts, *contents] if isinstance(text, str))
-
-
 def _messages(body: ResponsesPrompt) -> Iterator[Json]:
     if body.instructions is not None:
         yield {"role": "system", "content": body.instructions}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
-from engine.api.bodies.base import parse
+from engine.api.bodies.base import check_ids, parse
 from engine.api.bodies.tokenize import (
     DetokenizeBody,
     TokenizeBody,
@@ -75,7 +75,7 @@ async def detokenize(request: web.Request) -> web.Response:
     serving = request.app[WORKER].require_serving()
     body = await offload(is_large(request), parse, DetokenizeBody, raw)
     serving.check_model(body.model)
-    _check_ids(serving, body.tokens, "tokens")
+    check_ids(body.tokens, serving.vocab_size, "tokens")
     long = len(body.tokens) >= LONG_TEXT
     text = await offload(long, serving.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
@@ -83,9 +83,4 @@ async def detokenize(request: web.Request) -> web.Response:
 
 def _check(serving: Serving, body: TokenizeBody) -> None:
     serving.check_model(body.model)
-    _check_ids(serving, body.known_token_ids or [], "known_token_ids")
-
-
-def _check_ids(serving: Serving, ids: list[int], param: str) -> None:
-    if max(ids, default=0) >= serving.vocab_size:
-        raise bad_request(f"{param}: out of vocabulary, ids end at {serving.vocab_size - 1}", param=param)
+    check_ids(body.known_token_ids or (), serving.vocab_size, "known_token_ids")

@@ -32,7 +32,8 @@ def trusted_params(http: web.Request, body: Mapping[str, Any], serving: Serving)
     only where the top has none, and only on an engine without a seal key, which trusts whoever reaches it.
     Raises APIError: 403 for params that are not sealed.
     """
-    extra = dict(_extra_args(body))
+    _, given = _extra_args(body)
+    extra = given if isinstance(given, dict) else {}
     top = {name: body[name] for name in (KV, EC) if body.get(name) is not None}
     inner = {name for name in (KV, EC) if extra.get(name) is not None}
     if serving.seals is not None and (top or inner):
@@ -43,6 +44,13 @@ def trusted_params(http: web.Request, body: Mapping[str, Any], serving: Serving)
         except SealError as error:
             raise forbidden(min(top or inner), str(error)) from None
     return extra | top
+
+
+def check_extra_args(body: Mapping[str, Any]) -> None:
+    """Raises APIError 400 for extra arguments that `trusted_params` has passed over: they are no object."""
+    where, extra = _extra_args(body)
+    if extra is not None and not isinstance(extra, dict):
+        raise bad_request(f"{where}: an object expected", param=where)
 
 
 def read_transfer(raw: Mapping[str, Any], serving: Serving, *, may_offer: bool) -> Transfer:
@@ -73,14 +81,12 @@ def _kv_params(raw: object, serving: Serving, may_offer: bool) -> tuple[KVTransf
     return params, ids
 
 
-def _extra_args(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    where, holder = "vllm_xargs", body
-    if isinstance(body.get("sampling_params"), dict):
-        where, holder = "extra_args", body["sampling_params"]
-    extra = holder.get(where)
-    if extra is not None and not isinstance(extra, dict):
-        raise bad_request(f"{where}: an object expected", param=where)
-    return extra or {}
+def _extra_args(body: Mapping[str, Any]) -> tuple[str, object]:
+    """The field for them, and what stands there."""
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict):
+        return "extra_args", sampling.get("extra_args")
+    return "vllm_xargs", body.get("vllm_xargs")
 
 
 def without_prompt_ids(raw: Mapping[str, Any]) -> Mapping[str, Any]:

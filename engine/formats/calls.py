@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from engine.formats.base import FormatError, Json, Piece, ToolChoice
 from engine.formats.reading import Gathered, Reading, Tape
+from engine.grammar import lark_string
 
 _PLAIN = re.compile(r"[^<\s][^<]*")
 Mark = Callable[[str], str]
@@ -79,14 +80,9 @@ def object_rules(functions: Sequence[Mapping[str, Any]], arguments_key: str) -> 
     """Rules of which `call_object` is `{"name": …, "<arguments_key>": {…}}` for one of the functions."""
     rules = ["call_object: " + " | ".join(f"function_{i}" for i in range(len(functions)))]
     for index, function in enumerate(functions):
-        opening = quoted(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments_key}": ')
+        opening = lark_string(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments_key}": ')
         # Arguments are an object, whatever else a schema says or leaves open.
         schema = json.dumps({**(function.get("parameters") or {}), "type": "object"}, ensure_ascii=False)
         rules.append(f'function_{index}: {opening} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {schema}")
     return "\n".join(rules)
-
-
-def quoted(text: str) -> str:
-    """A string in Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 
-from llguidance.gbnf_to_lark import any_to_lark
-
-from engine.formats.calls import Mark, quoted
+from engine.formats.calls import Mark
 from engine.formats.reasoning import CLOSE, OPEN
-from engine.grammar import GrammarSpec
+from engine.grammar import GrammarSpec, lark_string
+from engine.lark import as_lark
 
 _SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 
 
 def content_rule(content: GrammarSpec) -> str:
-    """The rule `content`."""
+    """The rule `content`. Raises GrammarError."""
     match content.kind:
         case "json_schema":
             return f"content: %json {content.source}"
@@ -24,10 +23,9 @@ def content_rule(content: GrammarSpec) -> str:
         case "regex":
             return f"content: /{_escaped(content.source)}/"
         case "choice":
-            return "content: " + " | ".join(map(quoted, json.loads(content.source)))
+            return "content: " + " | ".join(map(lark_string, json.loads(content.source)))
         case "lark":
-            source = any_to_lark(content.source) if "::=" in content.source else content.source
-            return f"content: %lark {{\n{source}\n}}"
+            return f"content: %lark {{\n{as_lark(content.source)}\n}}"
 
 
 def thoughts_rules(*, begun: bool, closes_with_token: bool, mark: Mark) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from engine.formats.base import FormatError
-from engine.formats.calls import quoted
 from engine.formats.constraint import content_rule
-from engine.grammar import GrammarSpec
+from engine.grammar import GrammarSpec, lark_string
 
 Within = Literal["header", "content", "reasoning", "nothing"]
 """Where an answer begins: usually in the header of the message that the prompt has begun, after `assistant`."""
@@ -44,6 +43,6 @@ def _call_rules(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     rules = [f'call: <|channel|> "commentary to=functions." ({names}) <|call|>']
     for index, function in enumerate(functions):
         schema = json.dumps(function.get("parameters") or {"type": "object"}, ensure_ascii=False)
-        header = f'{quoted(function["name"])} " "? (<|constrain|> "json")? <|message|>'
+        header = f'{lark_string(function["name"])} " "? (<|constrain|> "json")? <|message|>'
         rules += [f"call_{index}: {header} arguments_{index}", f"arguments_{index}: %json {schema}"]
     return rules

@@ -7,16 +7,14 @@ from dataclasses import replace
 
 from engine.chat_template import ChatTemplateError
 from engine.formats.base import FormatError, Json, Parser, Piece, Prompt, PromptTooLong, ToolChoice
-from engine.formats.calls import CallReader, CallSyntax, functions_for, new_call_id, quoted
+from engine.formats.calls import CallReader, CallSyntax, functions_for, new_call_id
 from engine.formats.constraint import content_rule, thoughts_rules
 from engine.formats.reasoning import CLOSE, OPEN, Thoughts, thoughts_begun, thoughts_over
-from engine.grammar import GrammarSpec
+from engine.grammar import MAX_SOURCE, GrammarSpec, lark_string
 from engine.tokenizer import Tokenizer
 
 MAX_PROMPT_END = 4096
 """Tokens in which thoughts that a prompt has begun are looked for."""
-MAX_GRAMMAR_LENGTH = 1 << 18
-"""Characters of a grammar with the schemas of all tools."""
 
 
 class TemplateFormat:
@@ -104,12 +102,12 @@ class TemplateFormat:
                 )
             )
         source = "\n".join([f"start: {thoughts}{answer}", *rules]) + "\n"
-        if len(source) > MAX_GRAMMAR_LENGTH:
-            raise FormatError(f"the schemas have {len(source)} characters, at most {MAX_GRAMMAR_LENGTH} are possible")
+        if len(source) > MAX_SOURCE:
+            raise FormatError(f"the schemas have {len(source)} characters, at most {MAX_SOURCE} are possible")
         return GrammarSpec("lark", source, content.param if content is not None and not must_call else "tools")
 
     def _mark(self, mark: str) -> str:
-        return mark if self._tokenizer.is_special(mark) else quoted(mark)
+        return mark if self._tokenizer.is_special(mark) else lark_string(mark)
 
     def _prompt_end(self, prompt_token_ids: Sequence[int]) -> str:
         """The answer's own beginning, if the prompt has it: no special token comes after."""

@@ -203,6 +203,28 @@ async def test_an_aborted_request_ends_with_what_it_has(aclient: AsyncOpenAI, st
     assert len(reasons) < 1000
 
 
+async def test_an_aborted_answer_in_one_piece_has_what_was_made(aclient: AsyncOpenAI, stack: Stack) -> None:
+    running = asyncio.create_task(
+        aclient.chat.completions.create(
+            model=stack.model,
+            messages=said("Count to a million."),
+            max_tokens=2000,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Id": "whole"},
+        )
+    )
+    busy = lambda: stack.decode.metrics()["vllm:num_requests_running"] == 1  # noqa: E731
+    await asyncio.to_thread(wait_until, busy, 10, "the decode engine works on it")
+    url = f"{stack.router}/inference/v1/abort_requests"
+    for token, count in (("somebody", 0), ("none", 1)):
+        told = await asyncio.to_thread(post, url, {"request_ids": ["whole"]}, {"Authorization": f"Bearer {token}"})
+        assert told == {"aborted": count}
+    answer = await running
+    assert answer.choices[0].finish_reason == "abort"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 2000
+
+
 async def test_a_client_that_leaves_ends_its_request_within_a_second(aclient: AsyncOpenAI, stack: Stack) -> None:
     stream = await aclient.chat.completions.create(
         model=stack.model,

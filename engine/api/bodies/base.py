@@ -6,7 +6,7 @@ whose function this engine lacks are refused by name when they ask for it, never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -69,6 +69,14 @@ def at_most(limit: int, value: object, what: str) -> object:
     if isinstance(value, list | dict) and len(value) > limit:
         raise ValueError(f"at most {limit} {what} are possible, got {len(value)}")
     return value
+
+
+def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raises APIError 400 for token ids that the model does not have."""
+    if ids and max(ids) >= vocab_size:
+        raise bad_request(
+            f"{param}: token id {max(ids)} is out of vocabulary, ids end at {vocab_size - 1}", param=param
+        )
 
 
 def is_id(value: object) -> bool:

@@ -63,8 +63,6 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateBody:
     check_stream_options(parsed)
     if parsed.output_mode == "derender" and parsed.stream:
         raise bad_request('output_mode: "derender" is not possible with stream=true', param="output_mode")
-    if parsed.output_mode == "derender":
-        parse_context(parsed.parse_context or {})
     return parsed
 
 

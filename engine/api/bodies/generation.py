@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -24,7 +24,7 @@ class StreamBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    token_note: bool | None = None
+    token_note: Literal["output"] | bool | None = None
     """Ours, asked by the router: see connectors/wire/note.py."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     kv_transfer_params: dict[str, Any] | None = None

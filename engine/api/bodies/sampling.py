@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, field_validator
 
 from connectors.wire.openai import bad_request
-from engine.api.bodies.base import MAX_TOKEN_IDS, OFF, TokenId, at_most
+from engine.api.bodies.base import MAX_TOKEN_IDS, OFF, TokenId, at_most, check_ids
 from engine.api.bodies.structured import StructuredBody
 from engine.masks import pack
 from engine.request import SamplingParams
@@ -141,17 +141,9 @@ class SamplingBody(StructuredBody):
         if asked is not None and min_tokens > asked:
             raise bad_request(f"min_tokens: must not exceed max_tokens={asked}, got {min_tokens}", param="min_tokens")
         stop_token_ids = frozenset(self.stop_token_ids or ())
-        if max(stop_token_ids, default=0) >= vocab_size:
-            raise bad_request(
-                f"stop_token_ids: token id {max(stop_token_ids)} is out of vocabulary, ids end at {vocab_size - 1}",
-                param="stop_token_ids",
-            )
+        check_ids(stop_token_ids, vocab_size, "stop_token_ids")
         allowed = self.allowed_token_ids
-        if allowed and max(allowed) >= vocab_size:
-            raise bad_request(
-                f"allowed_token_ids: token id {max(allowed)} is out of vocabulary, ids end at {vocab_size - 1}",
-                param="allowed_token_ids",
-            )
+        check_ids(allowed or (), vocab_size, "allowed_token_ids")
         temperature = 1.0 if self.temperature is None else self.temperature
         top_k = self.top_k or 0
         return SamplingParams(

@@ -12,7 +12,8 @@ import pytest
 
 from engine.formats.base import ChatFormat, FormatError, Piece, Prompt, PromptTooLong
 from engine.formats.choose import choose_format
-from engine.grammar import GrammarSpec
+from engine.formats.constraint import content_rule
+from engine.grammar import GrammarError, GrammarSpec
 from engine.grammars import Grammars
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import tokenizer_from_folder
@@ -234,6 +235,7 @@ SCHEMA = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": 
         (R1, GrammarSpec("lark", 'start: "x" more\nmore: /[0-9]+/'), "so</think>x12", True),
         (R1, GrammarSpec("lark", 'root ::= "x" more\nmore ::= [0-9]+'), "so</think>x12", True),
         (R1, GrammarSpec("lark", 'start: "x" more\nmore: /[0-9]+/'), "so</think>y", False),
+        (R1, GrammarSpec("lark", 'start: "a ::= b"'), "so</think>a ::= b", True),
     ],
 )
 def test_constrained_content_comes_after_free_thoughts(
@@ -243,6 +245,14 @@ def test_constrained_content_comes_after_free_thoughts(
     prompt = format.render(Prompt([{"role": "user", "content": "hi"}]))
     spec = format.grammar(content, tools=None, choice="none", parallel=True, prompt_token_ids=prompt)
     assert follows(tokenizer, spec, text) is may
+
+
+def test_content_that_is_no_grammar_is_refused(make: Make, tokenizer: Tokenizer) -> None:
+    format = make(R1)
+    prompt = format.render(Prompt([{"role": "user", "content": "hi"}]))
+    content = GrammarSpec("lark", "root ::= (")
+    with pytest.raises(GrammarError, match="neither Lark nor GBNF"):
+        format.grammar(content, tools=None, choice="none", parallel=True, prompt_token_ids=prompt)
 
 
 def test_there_are_no_thoughts_after_those_of_the_prompt(make: Make, tokenizer: Tokenizer) -> None:
@@ -342,3 +352,7 @@ def test_marks_that_are_special_tokens_are_enforced_as_such(marked: Tokenizer) -
     assert follows(marked, spec, f"<think>hm</think>\n\n{hermes(NOW)}", VOCAB_SIZE + 4)
     assert not follows(marked, spec, f"<think>hm{hermes(NOW)}", VOCAB_SIZE + 4)
     assert not follows(marked, spec, "Yes", VOCAB_SIZE + 4)
+
+
+def test_choice_with_a_control_character_is_a_string_of_the_grammar() -> None:
+    assert content_rule(GrammarSpec("choice", '["a\\u007f", "b"]')) == 'content: "a\\u007f" | "b"'

@@ -87,9 +87,9 @@ def test_a_running_request_revokes_nothing_if_it_must_preempt_anyway(d: FakeEngi
     d.submit(prompt_of(28, 2), max_tokens=4)
     d.step()
     assert (d.pool.num_free, d.pool.num_idle) == (1, 4)
-    assert d.scheduler._reclaim(6) is False
+    assert d.scheduler.tables.reclaim(6) is False
     assert lease_alive(d, held)
-    assert d.scheduler._reclaim(5) is True
+    assert d.scheduler.tables.reclaim(5) is True
     assert not lease_alive(d, held)
 
 

@@ -73,7 +73,7 @@ def test_a_common_prefix_is_computed_once() -> None:
     assert engine.final(second).num_cached_tokens == 16
     assert engine.runner.num_computed[second.request_id] == 2 + 2
     assert engine.answer(second) == expected_output([*shared, 9, 9], max_tokens=3)
-    assert engine.scheduler.num_prefix_hits == 16
+    assert engine.scheduler.tables.num_prefix_hits == 16
 
 
 def test_the_last_token_of_a_known_prompt_is_computed_for_its_logits() -> None:

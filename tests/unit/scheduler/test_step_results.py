@@ -76,12 +76,12 @@ def test_prompt_logprobs_need_the_prompt_computed_not_found() -> None:
     prompt = prompt_of(20)
     engine.submit(prompt)
     engine.run()
-    queries = engine.scheduler.num_prefix_queries
+    queries = engine.scheduler.tables.num_prefix_queries
     request = engine.submit(prompt, max_tokens=1, prompt_logprobs=0)
     engine.run()
     assert engine.runner.num_computed[request.request_id] == 20
     assert engine.final(request).num_cached_tokens == 0
-    assert engine.scheduler.num_prefix_queries == queries
+    assert engine.scheduler.tables.num_prefix_queries == queries
     later = engine.submit(prompt, max_tokens=1)
     engine.run()
     assert engine.final(later).num_cached_tokens == 16
@@ -166,3 +166,14 @@ def test_eos_ends_what_follows_a_grammar_whatever_is_wished(wish: dict[str, obje
     engine.run()
     assert (engine.answer(request), request.status) == ([EOS], RequestStatus.FINISHED_STOPPED)
     assert len(engine.answer(free)) > 1
+
+
+def test_stop_token_where_the_grammar_may_end_ends_it_before_min_tokens() -> None:
+    engine = FakeEngine()
+    prompt = prompt_of(9)
+    (first,) = expected_output(prompt, max_tokens=1)
+    request = engine.submit(prompt, max_tokens=5, min_tokens=4, stop_token_ids=frozenset({first}))
+    request.matcher = ScriptedMatcher(patience=1)
+    engine.run()
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    assert engine.answer(request) == [first]

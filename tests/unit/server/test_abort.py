@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from connectors.transport import LeaseReleased
+from connectors.wire.note import LEG_HEADER
 from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import ECTransferParams, KVTransferParams
 from engine.messages import Output, Stop
@@ -66,6 +67,19 @@ async def test_engine_id_is_a_name_too(stage: Stage) -> None:
     task = await running(stage, GENERATE)
     assert (await stage.post(ABORT, {"request_ids": [stage.submitted[0].request_id]}))[1] == {"aborted": 1}
     assert (await task)[1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_the_routers_name_tells_apart_what_clients_call_the_same(stage: Stage) -> None:
+    stage.script = unfinished
+    tasks = [
+        asyncio.create_task(stage.post(CHAT, BODIES[CHAT], headers=HEADERS | {LEG_HEADER: leg})) for leg in ("a", "b")
+    ]
+    await eventually(lambda: len(stage.submitted) == 2)
+    assert (await stage.post(ABORT, {"request_ids": ["a"]}))[1] == {"aborted": 1}
+    assert (await tasks[0])[1]["choices"][0]["finish_reason"] == "abort"
+    assert not tasks[1].done()
+    assert (await stage.post(ABORT, {"request_ids": ["b"]}))[1] == {"aborted": 1}
+    await tasks[1]
 
 
 async def test_id_of_the_body_is_a_name_too(stage: Stage) -> None:

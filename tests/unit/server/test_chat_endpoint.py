@@ -212,6 +212,7 @@ async def test_without_demands_there_is_no_grammar(agent: Stage) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"tools": TOOLS, "structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"n": 2, "functions": [{}]}, "functions"),
         (

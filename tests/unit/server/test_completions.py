@@ -217,3 +217,23 @@ async def test_response_format_becomes_a_grammar(stage: Stage) -> None:
         assert (await stage.post(COMPLETIONS, {"prompt": "hi", "response_format": wanted}))[0] == 200
         grammar = stage.submitted[-1].sampling.grammar
         assert kind == (grammar.kind if isinstance(grammar, GrammarSpec) else None)
+
+
+async def test_what_all_prompts_share_is_worked_out_once(stage: Stage) -> None:
+    before = stage.tokenizer.calls
+    body = {"prompt": [[1], [2, 3], [4]], "bad_words": ["hi"], "n": 2, "max_tokens": 250, "min_tokens": 250}
+    status, _ = await stage.post("/v1/completions", body)
+    assert status == 200
+    assert stage.tokenizer.calls - before == 2  # the word by itself, and after a space
+    rooms = {len(r.prompt_token_ids): r.sampling for r in stage.submitted}
+    assert {size: params.max_tokens for size, params in rooms.items()} == {1: 250, 2: 250}
+    assert all(r.sampling.bad_words for r in stage.submitted)
+
+
+async def test_answers_to_one_prompt_have_block_hashes_of_their_own(stage: Stage) -> None:
+    status, _ = await stage.post("/v1/completions", {"prompt": [1] * 40, "n": 2})
+    assert status == 200
+    first, second = stage.submitted
+    assert first.block_hashes == second.block_hashes
+    assert len(first.block_hashes) == 2
+    assert first.block_hashes is not second.block_hashes

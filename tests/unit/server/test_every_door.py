@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import ClientConnectionResetError, web
 
-from connectors.transport import Peer
+from connectors.transport import LeaseReleased, Peer
 from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import ECTransferParams, KVTransferParams
+from engine.api import generation
+from engine.api.generation import json_response
 from engine.messages import Output
 from engine.request import Request
 from tests.unit.server.double import Stage, byte_ids, eventually, params_for_decode
@@ -178,3 +182,49 @@ async def test_blocks_of_a_sealed_request_that_is_refused_are_released(tiny_mode
         status, _ = await stage.post(door.path, body, headers={SEAL_HEADER: KEYS.seal(door.path, body)})
         assert status == 400
         await eventually(lambda: stage.transport.released == [OWNER])
+
+
+@every_door
+async def test_blocks_are_released_when_the_extra_arguments_are_none(decode: Stage, door: Door) -> None:
+    *holders, name = door.extra if len(door.extra) > 1 else ("", *door.extra)
+    extra: dict[str, Any] = {name: 5} if not any(holders) else {holders[0]: {name: 5}}
+    status, answer = await decode.post(door.path, door.body | extra | {KV: SENT[KV]})
+    assert (status, answer["error"]["param"]) == (400, name)
+    await eventually(lambda: decode.transport.released == [OWNER])
+
+
+@every_door
+async def test_blocks_that_nobody_hears_of_are_given_back(
+    decode: Stage, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is gone when the last event is to be written."""
+    decode.script = returning(KV, early=False)
+    write = web.StreamResponse.write
+
+    async def gone(response: web.StreamResponse, data: bytes) -> None:
+        if b"transfer_params" in data:
+            raise ClientConnectionResetError
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", gone)
+    async with decode.session.post(
+        door.path, json=door.body | {"stream": True, KV: {"offer_blocks": True}}
+    ) as response:
+        await response.read()
+    await eventually(lambda: decode.other == [LeaseReleased("next")])
+
+
+@every_door
+async def test_long_answer_is_written_in_a_thread(decode: Stage, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def written(value: Any, **options: Any) -> web.Response:
+        names.append(threading.current_thread().name)
+        return json_response(value, **options)
+
+    monkeypatch.setattr(generation, "json_response", written)
+    for least in (1, 1000):
+        monkeypatch.setattr(generation, "LONG_ANSWER", least)
+        await events_of(decode, door, door.body)
+    in_thread, at_once = (name.startswith("large-bodies") for name in names)
+    assert (in_thread, at_once) == (True, False)

@@ -266,3 +266,12 @@ async def test_chat_derender_refuses_likewise(stage: Stage) -> None:
     ):
         told = await stage.post(path, orjson.loads(orjson.dumps(body | change)))
         assert (told[0], told[1]["error"]["param"]) == (status, param)
+
+
+async def test_more_alternatives_than_this_engine_tells_are_read_back(stage: Stage) -> None:
+    top = [{"token_id": token, "logprob": -float(token)} for token in range(stage.serving.max_logprobs + 5)]
+    told = {"content": [{"token_id": 0, "logprob": 0.0, "top_logprobs": top}]}
+    one = generated(choices=[{"token_ids": [0], "finish_reason": "length", "logprobs": told}])
+    status, answer = await stage.post("/v1/completions/derender", {"generate_responses": [one]})
+    assert status == 200, answer
+    assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == len(top)

@@ -176,6 +176,15 @@ async def test_the_routers_note_is_on_the_first_and_last_event(stage: Stage) -> 
     assert not any(b"token_note" in orjson.dumps(event) for event in events[1:-1])
 
 
+async def test_the_prompts_ids_are_left_out_of_a_note_for_the_output(stage: Stage) -> None:
+    stage.script = answers(stage, "hello", finish_reason="stop")
+    events = await events_of(stage, {"token_note": "output"})
+    assert set(events[0]["token_note"]) == {"num_cached_tokens"}
+    assert set(events[-1]["response"]["token_note"]) == {"token_ids"}
+    answer = await whole(stage, token_note="output")
+    assert set(answer["token_note"]) == {"num_cached_tokens", "token_ids"}
+
+
 async def test_transfer_params_are_at_the_top_or_within_the_last_event(tiny_model: Path) -> None:
     held = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -6,13 +6,15 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from engine.api.requests import bad_word_ids
 from engine.grammar import GrammarSpec
 from engine.request import Request
+from engine.tokenizer import Tokenizer
 from tests.tiny import VOCAB_SIZE
 from tests.unit.server.double import Stage
 
@@ -202,3 +204,12 @@ async def test_refused_constraint_of_a_handoff_releases_its_blocks(decode: Stage
     body = {"prompt": "hi", "kv_transfer_params": params_for_decode(), "guided_regex": "("}
     assert (await decode.post("/v1/completions", body))[0] == 400
     assert len(decode.transport.released) == 1
+
+
+class NoTokens:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return []
+
+
+def test_word_that_no_token_spells_cannot_come_up() -> None:
+    assert bad_word_ids(cast(Tokenizer, NoTokens()), ["\u200b"]) == ()

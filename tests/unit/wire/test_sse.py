@@ -68,6 +68,14 @@ def test_any_line_ends_give_the_same_data_wherever_cut(text: str, cut: int) -> N
     assert parse([stream[:cut], stream[cut:]])[1] == parse([stream])[1]
 
 
+@given(st.text(alphabet="ab:\n d\ufeff", max_size=40).map(lambda text: text.replace("d", "\n\ndata: ")))
+def test_whole_events_at_once_are_those_that_come_byte_by_byte(text: str) -> None:
+    stream = (text + "\n\n").encode()
+    bytewise = SSEParser()
+    events = [event for byte in stream for event in bytewise.feed(bytes([byte]))]
+    assert SSEParser().feed(stream) == events
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_event_is_seen_with_its_last_byte(end: str) -> None:
     parser = SSEParser()

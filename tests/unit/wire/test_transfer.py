@@ -121,6 +121,24 @@ def test_decode_answer_is_not_taken_for_a_prefill_answer() -> None:
 PICTURE = {"modality": "image", "metadata": {"image_grid_thw": [1, 4, 4]}, "item_indices": [0, 2], "shape": [16, 64]}
 
 
+def test_what_was_not_given_is_left_out_as_pydantic_would() -> None:
+    params = KVTransferParams.parse({**DECODE, "remote_host": None, "unknown": {"a": [1]}})
+    assert params.to_json() == params.model_dump(exclude_unset=True)
+
+
+def test_nothing_to_remove_leaves_the_same_params() -> None:
+    params = KVTransferParams.parse({**DECODE, "unknown": 1})
+    assert params.without("transfer_id", "other") is params
+    assert params.without("unknown").to_json() == DECODE
+
+
+def test_offer_for_prefill_counts_as_given_and_the_one_it_was_is_unchanged() -> None:
+    offer = KVTransferParams.parse({"remote_host": "d", "unknown": 1})
+    flags = {"do_remote_decode": True, "do_remote_prefill": False}
+    assert KVTransferParams.for_prefill(offer).to_json() == {**offer.to_json(), **flags}
+    assert offer.to_json() == {"remote_host": "d", "unknown": 1}
+
+
 def test_encoder_answer_comes_through_unchanged() -> None:
     wire = {"hash-1": {**PICTURE, "size_bytes": 4096, "novel": 1}, "consumer_zmq": "tcp://10.0.0.1:1"}
     params = ECTransferParams.parse(wire)
