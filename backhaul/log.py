@@ -17,6 +17,9 @@ def setup(level: str = "info", format: Literal["console", "json"] = "console", *
     handler.setFormatter(JsonFormatter() if format == "json" else ConsoleFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+    # What every record is otherwise given, and no line of ours tells. A server writes a line per request.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # as the Logging HOWTO has it: no look for the caller
     # One line per request is the program's own to write; this one would come on top of it.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
@@ -25,10 +28,16 @@ class ConsoleFormatter(logging.Formatter):
     """`12:03:45.123 INFO    engine.core  message key=value`"""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s  %(message)s", datefmt="%H:%M:%S")
+        super().__init__()
+        self._second = 0
+        self._time = ""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return " ".join([super().formatMessage(record), *(f"{key}={value}" for key, value in _extras(record))])
+    def format(self, record: logging.LogRecord) -> str:
+        if (second := int(record.created)) != self._second:  # written once for all lines of a second
+            self._second, self._time = second, time.strftime("%H:%M:%S", time.localtime(second))
+        text = f"{self._time}.{int(record.msecs):03d} {record.levelname:<7} {record.name}  {record.getMessage()}"
+        line = " ".join([text, *[f"{key}={value}" for key, value in _extras(record)]])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonFormatter(logging.Formatter):

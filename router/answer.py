@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+import orjson
 
 from connectors.wire import sse
 from connectors.wire.note import TOKEN_NOTE, note_of
 from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
+from router.ids import ID_TYPE, ids_or_none
 
 READ_AHEAD: Final = 64
 """Events passed unread until their text is looked at: one by one would delay each, all at once cost memory."""
@@ -57,6 +60,8 @@ class Answer(Protocol):
     """One answer as it comes; see `ChoicesAnswer` and `router/response_answer.py`."""
 
     seen: Seen
+    keeps_message: bool
+    """Whether `message` will be asked for; to be set before the first event."""
 
     def must_read(self, data: bytes) -> bool:
         """Whether an event's data may hold what is not for the client, or what the router needs at once."""
@@ -90,7 +95,7 @@ class Seen:
         self.params: KVTransferParams | None = None
         """Where the engine says this answer's KV lies."""
         self.prompt_token_ids: list[int] | None = None
-        self.output_token_ids = array("I")
+        self.output_token_ids = array(ID_TYPE)
         self.num_cached_tokens: int | None = None
         """Prompt tokens that nobody computed for it, where the engine says so with the first piece."""
         self.usage = Usage()
@@ -119,7 +124,7 @@ class Seen:
         if isinstance(cached := note.get("num_cached_tokens"), int):
             self.num_cached_tokens = cached
         if "token_ids" in note:
-            self.output_token_ids = array("I")
+            self.output_token_ids = array(ID_TYPE)
             self.see_output_ids(note["token_ids"])
         gone = [key for key in present if key == TOKEN_NOTE or not self.wishes.params]
         for key in gone:
@@ -127,8 +132,8 @@ class Seen:
         return bool(gone)
 
     def see_prompt_ids(self, ids: object) -> None:
-        if isinstance(ids, list) and self.prompt_token_ids is None:
-            self.prompt_token_ids = ids
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = ids_or_none(ids)
 
     def see_output_ids(self, ids: object) -> None:
         if isinstance(ids, list):
@@ -144,9 +149,10 @@ class Seen:
 
 
 # Quotes within a JSON string are escaped, so what matches is no text of the answer.
-_NOTED = rb'"error"|"token_note"|_transfer_params"|"finish_reason":\s*"'
-_MARKS_OF_OURS: Final = re.compile(_NOTED + rb'|"usage":\s*\{')
-_MARKS: Final = re.compile(_NOTED + rb'|"usage"|"(?:prompt_)?token_ids"|"num_cached_tokens"')
+# That each begins with a quote lets the search go from one to the next.
+_NOTED = rb'error"|token_note"|num_cached_tokens"|(?:kv|ec)_transfer_params"|finish_reason":\s*"'
+_MARKS_OF_OURS: Final = re.compile(rb'"(?:' + _NOTED + rb'|usage":\s*\{)')
+_MARKS: Final = re.compile(rb'"(?:' + _NOTED + rb'|usage"|(?:prompt_)?token_ids")')
 
 _NOT_FINISHED: Final = (None, "abort", "error")
 
@@ -159,11 +165,12 @@ class ChoicesAnswer:
         self.seen = Seen(wishes)
         self._marks = _MARKS_OF_OURS if noted else _MARKS
         self._noted = noted
+        self.keeps_message = True
         self._only_usage = False
         """Of the event taken last."""
         self._text: list[str] = []
         self._calls: dict[int, dict[str, str]] = {}
-        self._unread: list[bytes | Mapping[str, Any]] = []
+        self._unread: list[bytes] = []
 
     @property
     def ended(self) -> bool:
@@ -179,9 +186,10 @@ class ChoicesAnswer:
         return self._marks.search(data) is not None
 
     def pass_by(self, data: bytes) -> None:
-        self._unread.append(data)
-        if len(self._unread) >= READ_AHEAD:
-            self._read_on()
+        if self.keeps_message:
+            self._unread.append(data)
+            if len(self._unread) >= READ_AHEAD:
+                self._read_on()
 
     def take(self, body: dict[str, Any]) -> bool:
         seen, wishes = self.seen, self.seen.wishes
@@ -189,7 +197,8 @@ class ChoicesAnswer:
         changed = seen.take_params(body)
         if "num_cached_tokens" in body:  # ours, beside ids that a client may ask for as well
             cached = body.pop("num_cached_tokens")
-            seen.num_cached_tokens = cached if isinstance(cached, int) else None
+            if seen.num_cached_tokens is None and isinstance(cached, int):  # a later one is another choice's
+                seen.num_cached_tokens = cached
             changed = True
         changed |= self._take_ids(body, 0)
         for choice in _dicts(body.get("choices")):
@@ -197,7 +206,9 @@ class ChoicesAnswer:
             changed |= self._take_ids(choice, index)
             if index == 0:
                 seen.finished |= choice.get("finish_reason") not in _NOT_FINISHED
-        self._unread.append(body)
+        if self.keeps_message:
+            self._read_on()
+            self._see_message(body)
         if error := body.get("error"):
             seen.error = error if isinstance(error, dict) else {"message": str(error)}
         seen.see_usage(body.get("usage"))
@@ -230,25 +241,45 @@ class ChoicesAnswer:
 
     def _read_on(self) -> None:
         """Read the message on from where it was left. Off the way of single events, which are not to wait for it."""
-        for part in self._unread:
-            for choice in _dicts(_object(part).get("choices")):
-                self._see_choice(choice)
-        self._unread = []
+        if self._unread:
+            for body in _objects(self._unread):
+                self._see_message(body)
+            self._unread = []
 
-    def _see_choice(self, choice: Mapping[str, Any]) -> None:
-        said = choice.get("message") or choice.get("delta") or choice
-        if choice.get("index") or not isinstance(said, dict):
+    def _see_message(self, body: Mapping[str, Any]) -> None:
+        choices = body.get("choices")
+        if type(choices) is list and len(choices) == 1 and (text := _only_text(choices[0])) is not None:
+            self._text.append(text)
             return
-        for key in ("content", "text"):
-            if isinstance(text := said.get(key), str):
+        for choice in _dicts(choices):
+            said = choice.get("message") or choice.get("delta") or choice
+            if choice.get("index") or not isinstance(said, dict):
+                continue
+            if isinstance(text := said.get("content"), str):
                 self._text.append(text)
-        for position, call in enumerate(_dicts(said.get("tool_calls"))):
+            if isinstance(text := said.get("text"), str):
+                self._text.append(text)
+            if calls := said.get("tool_calls"):
+                self._see_calls(calls)
+
+    def _see_calls(self, calls: object) -> None:
+        for position, call in enumerate(_dicts(calls)):
             if isinstance(function := call.get("function"), dict):
                 index = call.get("index", position)
                 known = self._calls.setdefault(index if isinstance(index, int) else position, {})
                 for key in ("name", "arguments"):
                     if isinstance(part := function.get(key), str):
                         known[key] = known.get(key, "") + part
+
+
+def _only_text(choice: object) -> str | None:
+    """The text of a delta that has nothing else, of a first choice: what most events of a chat are."""
+    if type(choice) is dict and choice.get("index") == 0:
+        delta = choice.get("delta")
+        if type(delta) is dict and len(delta) == 1:
+            text = delta.get("content")
+            return text if type(text) is str else None
+    return None
 
 
 def _count(value: object) -> int | None:
@@ -259,10 +290,16 @@ def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _object(part: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(part, bytes):
-        try:
-            part = jsontext.loads(part)
-        except ValueError:
-            return {}
-    return part if isinstance(part, dict) else {}
+def _objects(events: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Those of the events that are JSON objects; all are read in one go unless something among them is no JSON."""
+    try:
+        return _dicts(orjson.loads(b"[" + b",".join(events) + b"]"))
+    except ValueError:
+        return _dicts([_value(event) for event in events])
+
+
+def _value(event: bytes) -> object:
+    try:
+        return jsontext.loads(event)
+    except ValueError:
+        return None

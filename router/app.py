@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
-import aiohttp
 from aiohttp import web
 
 from connectors.wire.openai import APIError, error_body
@@ -21,23 +20,19 @@ from router.api.generate import Generate
 from router.api.legs import Endpoint
 from router.api.responses import Responses
 from router.breakeven import BreakEven
+from router.client import Client
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router
 from router.headers import request_id
 from router.metrics import Metrics
 from router.openapi import openapi
 from router.pool import Pool
-from router.reuse import watch_reuse
 from router.store import Store
 from router.sweep import Sweeper
 from router.turn import run_turn
 from router.upstream import ABORT_PATH, RELEASE_SECONDS, Upstream
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions(), Responses(), Generate())
-
-# vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request.
-KEEP_ALIVE_SECONDS: Final = 2.0
-DNS_CACHE_SECONDS: Final = 10
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -79,16 +74,16 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
     metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
     store = Store(config.redis, timeout=config.redis_timeout, max_record_bytes=config.max_record_bytes, metrics=metrics)
     break_even = BreakEven(config.decode_only_tokens)
-    async with client_session(config) as session:
+    async with Client(config.connect_timeout) as client:
         pool = Pool(
-            session,
+            client,
             prefill=config.prefill,
             decode=config.decode,
             probe_interval=config.probe_interval,
             probe_timeout=config.probe_timeout,
         )
         upstream = Upstream(
-            session,
+            client,
             pool,
             metrics,
             prefill_timeout=config.prefill_timeout,
@@ -115,20 +110,6 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
 def _watched(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("engines are no longer watched", exc_info=error)
-
-
-def client_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The one client. Its limits are ours: a pool of 100 connections or 300 s in all would stop long streams."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=DNS_CACHE_SECONDS
-        ),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept"),
-        trust_env=False,
-        trace_configs=[watch_reuse()],
-    )
 
 
 @web.middleware

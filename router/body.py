@@ -21,8 +21,11 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
     if encoding not in ("identity", "gzip", "deflate"):
         raise APIError(415, f"Content-Encoding {encoding} is not understood here; send gzip, deflate or none.")
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        if request.content.is_eof():  # all of it is here, as small ones are
             data = await _read(request, limit)
+        else:
+            async with asyncio.timeout(BODY_SECONDS):
+                data = await _read(request, limit)
     except TimeoutError:
         raise APIError(408, f"The request body did not arrive within {BODY_SECONDS:.0f} s.") from None
     except web.RequestPayloadError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from hiredis import pack_command
 from redis.asyncio import Connection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -43,8 +44,11 @@ class Connections:
     async def execute(self, *command: str | bytes | int) -> Any:
         """The reply. Raises RedisError, OSError, ValueError, or TimeoutError if no connection gets free in time; how
         long connecting and the exchange itself may take is the caller's affair."""
-        async with asyncio.timeout(self._patience):
-            await self._room.acquire()
+        if self._room.locked():
+            async with asyncio.timeout(self._patience):
+                await self._room.acquire()
+        else:
+            await self._room.acquire()  # at once
         connection = self._idle.pop() if self._idle else self._new()
         self._lent += 1
         try:
@@ -86,7 +90,8 @@ async def _exchange(connection: Connection, command: tuple[str | bytes | int, ..
         await _end(connection)  # closed by the server meanwhile, or it said something nobody had asked
     if not connection.is_connected:
         await connection.connect()  # type: ignore[no-untyped-call]
-    await connection.send_command(*command)
+    packed = pack_command(command)  # type: ignore[arg-type]  # typed as if it took one argument
+    await connection.send_packed_command(packed, check_health=False)  # `send_command` would pack it in Python
     return await connection.read_response()
 
 

@@ -53,6 +53,11 @@ class Conversation:
     history: bytes | None
     """Digest of an unnamed conversation's messages so far."""
 
+    @property
+    def goes_by_content(self) -> bool:
+        """Whether this turn's record will be found by its answer."""
+        return self.history is not None
+
     def file_under(self, answer: Mapping[str, Any] | None) -> str | None:
         """The store key for this turn's record, given the assistant message it produced."""
         if self.named:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Mapping
 from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
+
+from connectors.wire.note import LEG_HEADER
 
 HOP_BY_HOP: Final = frozenset(
     {
@@ -43,22 +45,24 @@ OURS: Final = "x-backhaul-"
 EXPLAIN: Final = "X-Backhaul-Explain"
 """The one a client may send, to us."""
 
-_GOOD_ID = re.compile(r"[\x21-\x7e]{1,200}")
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")  # longer ones our engines would replace, each by another
 
 
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's id for the request if it can be passed on and logged, else a new one."""
     given = headers.get("X-Request-Id", "")
-    return given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def onward(headers: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
+def onward(headers: CIMultiDictProxy[str], request_id: str, leg: str | None = None) -> CIMultiDict[str]:
     """Headers of a leg. Answers are asked for uncompressed: between neighbours it would cost more than it saves."""
-    leg = _passing(headers, _NOT_ONWARD)
-    leg["Content-Type"] = "application/json"
-    leg["Accept-Encoding"] = "identity"
-    leg["X-Request-Id"] = request_id
-    return leg
+    passed = _passing(headers, _NOT_ONWARD)
+    passed["Content-Type"] = "application/json"
+    passed["Accept-Encoding"] = "identity"
+    passed["X-Request-Id"] = request_id
+    if leg is not None:
+        passed[LEG_HEADER] = leg
+    return passed
 
 
 def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -67,10 +71,12 @@ def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 
 def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> CIMultiDict[str]:
-    named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
-    stopped |= named
+    if "Connection" in headers:
+        stopped |= {name.strip().lower() for value in headers.getall("Connection") for name in value.split(",")}
     return CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if (low := name.lower()) not in stopped and not low.startswith(OURS)
+        [
+            (name, value)
+            for name, value in headers.items()
+            if (low := name.lower()) not in stopped and not low.startswith(OURS)
+        ]
     )

@@ -10,37 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Final
 
 from connectors.wire.openai import APIError
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer
 from router.context import Router
+from router.ids import ID_TYPE
 from router.record import Record
 from router.request import Turn
 from router.store import Claimed
-from router.upstream import EngineFault, ids_or_none
-from router.verify import ID_TYPE, verify
+from router.upstream import EngineFault
+from router.verify import verify
 
 OFFER_SHARE: Final = 15 / 16
 """Of an engine's promise to keep blocks, what a record lives: the router's clock starts later, and pulls take time."""
 
 
-@asynccontextmanager
-async def recall(router: Router, turn: Turn) -> AsyncIterator[None]:
-    """Find what is known of the conversation, for the time of this turn."""
+async def recall(router: Router, turn: Turn) -> None:
+    """Find what is known of the conversation, for the time of this turn: until `settle`."""
     past = turn.past
     past.claimed = claimed = await router.store.claim(turn.conversation.find)
     if claimed is not None:
         turn.report.turn = claimed.record.turn + 1
         past.in_hand = claimed.offer is not None
         past.why = "no_offer"
-    try:
-        yield
-    finally:
-        _settle(router, turn)
 
 
 async def compare(router: Router, turn: Turn) -> None:
@@ -112,18 +106,28 @@ def take_back(router: Router, turn: Turn, error: APIError) -> None:
 async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     """File what the next turn needs, and what this one leaves of the last. Goes on if the client leaves meanwhile."""
     turn.report.see_usage(answer.seen)
-    await asyncio.shield(router.background.start(_file(router, turn, answer)))
+    await asyncio.shield(router.background.start(_file(router, turn, answer, _take_offer(answer))))
 
 
-async def _file(router: Router, turn: Turn, answer: Answer) -> None:
+def let_go(router: Router, answer: Answer) -> None:
+    """Release what an answer offers that is not remembered: it was cut, or the client has left."""
+    release(router, _take_offer(answer))
+
+
+def _take_offer(answer: Answer) -> KVTransferParams | None:
+    """The blocks of this turn that the decode engine holds for the next one; whoever asks sees to them."""
+    params, answer.seen.params = answer.seen.params, None
+    return params if params is not None and params.do_remote_decode else None
+
+
+async def _file(router: Router, turn: Turn, answer: Answer, offer: KVTransferParams | None) -> None:
     report, past, seen = turn.report, turn.past, answer.seen
-    offer = seen.params if seen.params is not None and seen.params.do_remote_decode else None
     goes_on = seen.finished and not turn.several and turn.alone != "beam_search"
     key = _key(turn, answer) if goes_on else None
     if key is None or report.decode is None:
         release(router, offer)
         return
-    prompt = array(ID_TYPE, ids_or_none(seen.prompt_token_ids) or past.prompt_ids or ())
+    prompt = array(ID_TYPE, seen.prompt_token_ids or past.prompt_ids or ())
     output = seen.output_token_ids if seen.output_ids_complete and prompt else ()
     ttl = router.config.conversation_ttl
     if offer is not None and offer.remote_blocks_ttl is not None:
@@ -160,7 +164,8 @@ def is_ours(blocks: KVTransferParams) -> bool:
     return blocks.kv_layout is not None
 
 
-def _settle(router: Router, turn: Turn) -> None:
+def settle(router: Router, turn: Turn) -> None:
+    """An offer still in hand goes back, unless this turn's own has taken its place."""
     past = turn.past
     if past.claimed is None or not past.in_hand:
         return

@@ -114,7 +114,7 @@ class Metrics:
         )
 
         # A turn counts a dozen things, and finding a series by its labels costs more than counting.
-        for metric in (self.turns, self.plans, self.tokens, self.store_operations):
+        for metric in (self.turns, self.plans, self.tokens, self.tokenizations, self.store_operations):
             metric.labels = cache(metric.labels)  # type: ignore[method-assign]
         for histogram in (self.turn_seconds, self.leg_seconds, self.first_byte_seconds):
             histogram.labels = cache(histogram.labels)  # type: ignore[method-assign]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 from connectors.wire.openai import APIError, model_not_found, unavailable
 from router.verify import Why
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(NamedTuple):
     """One engine as the plan sees it."""
 
     url: str

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-import aiohttp
 import orjson
 
+from router.client import Client
+from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout
 from router.plan import EngineView
 
 Role = Literal["prefill", "decode"]
@@ -20,6 +21,8 @@ OURS: Final = "backhaul"
 """What our engines say in `owned_by` of a model card."""
 FIRST_RETRY_SECONDS: Final = 0.1
 FAILURES_UNTIL_DOWN: Final = 3  # a busy engine may miss a probe; one that refuses connections is down at once
+
+MAX_CARDS_BYTES: Final = 16 << 20
 
 log = logging.getLogger("router.pool")
 
@@ -85,16 +88,16 @@ class Pool:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: Client,
         *,
         prefill: Sequence[str],
         decode: Sequence[str],
         probe_interval: float,
         probe_timeout: float,
     ) -> None:
-        self._session = session
+        self._client = client
         self._interval = probe_interval
-        self._timeout = aiohttp.ClientTimeout(total=probe_timeout)
+        self._timeout = probe_timeout
         self.prefill = tuple(Engine(url, "prefill") for url in prefill)
         self.decode = tuple(Engine(url, "decode") for url in decode)
 
@@ -157,14 +160,16 @@ class Pool:
 
     async def _look(self, engine: Engine) -> None:
         try:
-            async with self._session.get(f"{engine.url}/v1/models", timeout=self._timeout) as answer:
-                if answer.status != 200:
-                    return self._missed(engine, f"status {answer.status} for /v1/models")
-                engine.models = _cards(await answer.read())
-        except aiohttp.ClientConnectorError:
-            engine.turn_to("down", "connection refused")
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self._missed(engine, type(error).__name__)
+            async with asyncio.timeout(self._timeout):
+                with await self._client.request("GET", f"{engine.url}/v1/models", {}) as answer:
+                    if answer.status != 200:
+                        return self._missed(engine, f"status {answer.status} for /v1/models")
+                    engine.models = _cards(await answer.read(MAX_CARDS_BYTES))
+        except (ClientError, TimeoutError, ValueError) as error:
+            if isinstance(error, ConnectFailed) and not isinstance(error, ConnectTimeout):
+                engine.turn_to("down", "connection refused")
+            else:
+                self._missed(engine, type(error).__name__)
         else:
             engine.failures = 0
             engine.turn_to("ready", "lists " + (", ".join(engine.models) or "no model"))

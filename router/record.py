@@ -126,7 +126,7 @@ def pack_offer(params: KVTransferParams) -> bytes:
         packed.append(hashes)
         aside.add("remote_block_hashes")
     try:
-        facts["params"] = params.model_dump(exclude_unset=True, exclude=aside)
+        facts["params"] = {key: value for key, value in params.to_json().items() if key not in aside}
         text = jsontext.dumps(facts)
     except (TypeError, RecursionError) as error:
         raise ValueError("transfer params that are no JSON") from error
@@ -195,7 +195,7 @@ def _as_numbers(groups: Sequence[Sequence[int]]) -> array[int] | None:
 def _pack_hashes(hashes: Sequence[str]) -> bytes | None:
     """None if they are not what comes back from binary: lower-case hex, all of one length."""
     text = "".join(hashes)
-    if not text or len({len(one) for one in hashes}) != 1:
+    if not text or len(set(map(len, hashes))) != 1:
         return None
     try:
         data = bytes.fromhex(text)

@@ -35,7 +35,7 @@ class StreamRelay:
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets for these bytes. Raises SSEError if they cannot be a stream of events."""
-        return b"".join(self._pass(event) for event in self._parser.feed(chunk))
+        return b"".join([self._pass(event) for event in self._parser.feed(chunk)])
 
     def finish(self, error: Mapping[str, Any] | None = None) -> bytes:
         """The end of the stream, or an event that says that it is missing, with the reason if we know it."""

@@ -118,7 +118,9 @@ class Report:
         for kind in TOKEN_KINDS:
             if count := getattr(self, f"{kind}_tokens"):
                 metrics.tokens.labels(kind).inc(count)
-        fields = {name: getattr(self, name) for name in _LOGGED}
-        fields["first_byte_ms"] = None if self.first_byte is None else round(1000 * self.first_byte, 1)
-        fields["ms"] = round(1000 * seconds, 1)
-        log.info("turn", extra={name: value for name, value in fields.items() if value is not None})
+        if log.isEnabledFor(logging.INFO):
+            fields = {name: value for name in _LOGGED if (value := getattr(self, name)) is not None}
+            if self.first_byte is not None:
+                fields["first_byte_ms"] = round(1000 * self.first_byte, 1)
+            fields["ms"] = round(1000 * seconds, 1)
+            log.info("turn", extra=fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -61,6 +62,8 @@ class Turn:
     """The client's, without what only router and engines may say to each other."""
     headers: CIMultiDict[str]
     """For the legs."""
+    name: str
+    """What engines know its legs by; nobody else does."""
     model: str
     alone: str | None
     several: bool
@@ -86,6 +89,8 @@ class Turn:
     """Works on it now."""
     aborted: bool = False
     """Its client has asked for its end."""
+    answered: bool = False
+    """Its answer has come to its end, one way or the other: what is left is not for an abort to break off."""
 
 
 async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, report: Report) -> Turn:
@@ -99,12 +104,14 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     tenant = tenant_of(router, request)
     scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
+    leg = secrets.token_hex(16)
     return Turn(
         endpoint=endpoint,
+        name=leg,
         tenant=tenant,
         task=this_task(),
         body=body,
-        headers=headers.onward(request.headers, report.request_id),
+        headers=headers.onward(request.headers, report.request_id, leg),
         model=model,
         alone=endpoint.alone(body, ours=router.pool.decodes_ours(model)),
         several=endpoint.several(body),

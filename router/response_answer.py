@@ -8,10 +8,12 @@ from typing import Any, Final
 
 from connectors.wire import sse
 from router.answer import Seen, Wishes
+from router.api.response_history import messages_of
 
 # With these the client's answer begins or ends; no other event holds anything of ours.
 _MARKS: Final = re.compile(
-    rb'"type":\s*"(?:error|response\.(?:created|in_progress|completed|incomplete|failed))"|"token_note"|_transfer_params"'
+    rb'"(?:type":\s*"(?:error|response\.(?:created|in_progress|completed|incomplete|failed))"'
+    rb'|token_note"|(?:kv|ec)_transfer_params")'
 )
 _ENDINGS: Final = ("response.completed", "response.incomplete", "response.failed")
 _IDS: Final = ("prompt_token_ids", "token_ids")
@@ -20,6 +22,7 @@ _IDS: Final = ("prompt_token_ids", "token_ids")
 class ResponseAnswer:
     def __init__(self, wishes: Wishes) -> None:
         self.seen = Seen(wishes)
+        self.keeps_message = True
         self._ended = False
         self._num_events = 0
         self._response: Mapping[str, Any] = {}
@@ -30,8 +33,6 @@ class ResponseAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        from router.api.response_history import messages_of
-
         output = self._response.get("output")
         said = messages_of(output if isinstance(output, list) else [])
         return said[-1] if said else {"role": "assistant", "content": "", "tool_calls": []}
@@ -56,7 +57,7 @@ class ResponseAnswer:
             self.seen.error = _error(body, response)
         if isinstance(response, dict) and response.get("status") in ("completed", "incomplete"):
             self._response = response
-            self.seen.finished = True
+            self.seen.finished = response["status"] == "completed" or _reason(response) is not None
             self.seen.see_usage(response.get("usage"))
         self._ended = kind in _ENDINGS
         return changed
@@ -81,6 +82,12 @@ class ResponseAnswer:
             del holder["num_cached_tokens"]
             changed = True
         return changed
+
+
+def _reason(response: Mapping[str, Any]) -> object:
+    """Why an answer is incomplete: it came to a limit, or nothing is said, as when it was aborted."""
+    details = response.get("incomplete_details")
+    return details.get("reason") if isinstance(details, dict) else None
 
 
 def _error(body: Mapping[str, Any], response: object) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from router.config import RouterConfig
 from router.context import ROUTER, Router
 
 CUT_SECONDS: Final = 1.0  # for what did not end while draining
+GC_THRESHOLD: Final = 10_000  # objects; turns leave hardly any cycles behind, and most of what they make is soon gone
 
 log = logging.getLogger("router")
 
@@ -66,6 +68,8 @@ async def serve(config: RouterConfig) -> int:
         log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
         if config.json_file is not None:
             _write_atomically(config.json_file, orjson.dumps({"url": url, "pid": os.getpid()}))
+        gc.freeze()  # what is there now stays
+        gc.set_threshold(GC_THRESHOLD)
         await stop.next()
         await drain(runner.app[ROUTER], site, config, stop)
         return 0

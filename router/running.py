@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -20,17 +18,15 @@ class Running:
     def __init__(self) -> None:
         self._turns: defaultdict[tuple[str, str], list[Turn]] = defaultdict(list)
 
-    @contextmanager
-    def serve(self, turn: Turn) -> Iterator[None]:
-        """While the turn lasts it can be found."""
+    def add(self, turn: Turn) -> None:
+        """From here on the turn can be found, until it is removed."""
+        self._turns[turn.tenant, turn.report.request_id].append(turn)
+
+    def remove(self, turn: Turn) -> None:
         key = (turn.tenant, turn.report.request_id)
-        self._turns[key].append(turn)
-        try:
-            yield
-        finally:
-            self._turns[key].remove(turn)
-            if not self._turns[key]:
-                del self._turns[key]
+        self._turns[key].remove(turn)
+        if not self._turns[key]:
+            del self._turns[key]
 
     def find(self, tenant: str, name: str) -> list[Turn]:
         """The turns with this request id, or whose answer has this id."""

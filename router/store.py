@@ -295,10 +295,28 @@ async def _ends_within(task: asyncio.Task[Any], seconds: float) -> bool:
     """Time in which this process itself was busy does not count: the reply may be here, and only has to be read."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + seconds
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done and (overslept := loop.time() - limit) > 0:
-        done, _ = await asyncio.wait({task}, timeout=min(overslept, seconds))
-    return bool(done)
+    await _end_or_time(task, seconds)
+    if not task.done() and (overslept := loop.time() - limit) > 0:
+        await _end_or_time(task, min(overslept, seconds))
+    return task.done()
+
+
+async def _end_or_time(task: asyncio.Task[Any], seconds: float) -> None:
+    """`asyncio.wait` for one task, at a third of its cost."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    timer = loop.call_later(seconds, wake)
+    task.add_done_callback(wake)
+    try:
+        await over
+    finally:
+        timer.cancel()
+        task.remove_done_callback(wake)
 
 
 def _read(key: str, reply: Any) -> tuple[Claimed | None, str]:

@@ -10,6 +10,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from connectors.wire import sse
+from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from router import headers, jsontext, memory
@@ -25,6 +26,7 @@ from router.upstream import EngineFault, Stream, gone_for_now
 
 MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
 LEAVING_SECONDS: Final = 0.5
+UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it
 
 log = logging.getLogger("router.turn")
 
@@ -36,8 +38,11 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     try:
         with router.turns:
             turn = await read_turn(router, request, endpoint, report)
-            with router.running.serve(turn):
+            router.running.add(turn)
+            try:
                 return await serve(router, request, turn)
+            finally:
+                router.running.remove(turn)
     except APIError as error:
         report.status = error.status
         report.outcome = "failed" if error.status >= 500 else "rejected"
@@ -57,9 +62,12 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
 
 async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
     try:
-        async with memory.recall(router, turn):
+        await memory.recall(router, turn)
+        try:
             await memory.compare(router, turn)
             return await answer(router, request, turn)
+        finally:
+            memory.settle(router, turn)
     except asyncio.CancelledError:
         if turn.aborted and turn.task.uncancel() == 0:  # by a request of its client, who is still there
             raise aborted() from None
@@ -187,11 +195,19 @@ async def decode(
     ours = engine.is_ours(turn.model)
     body = turn.endpoint.decode_leg(turn.body, params, ids, ours=ours)
     answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)
-    async with router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline) as stream:
-        turn.blocks, turn.engine = None, engine
-        if turn.body.get("stream") and stream.is_events:
-            return await pass_on(router, request, turn, stream, answer)
-        return await pass_whole(router, turn, stream, answer)
+    answer.keeps_message = not turn.several and turn.conversation.goes_by_content
+    if body.get(TOKEN_NOTE) == OUTPUT:
+        answer.seen.prompt_token_ids = ids
+    turn.engine = engine
+    leg = router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
+    try:
+        async with leg as stream:
+            turn.blocks = None
+            if turn.body.get("stream") and stream.is_events:
+                return await pass_on(router, request, turn, stream, answer)
+            return await pass_whole(router, turn, stream, answer)
+    finally:
+        memory.let_go(router, answer)
 
 
 def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
@@ -208,6 +224,7 @@ def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTr
 
 async def pass_whole(router: Router, turn: Turn, stream: Stream, answer: Answer) -> web.Response:
     body = await stream.whole()
+    turn.answered = True
     answer.take(body)
     await memory.remember(router, turn, answer)
     turn.report.outcome = "ok"
@@ -248,6 +265,7 @@ async def pass_on(
         if not response.prepared:
             raise
         failure = _told(turn, error)
+    turn.answered = True
     end = relay.finish(failure)
     if relay.complete:
         await memory.remember(router, turn, answer)
@@ -322,6 +340,10 @@ async def _begin(
 
 
 async def _send(request: web.Request, response: web.StreamResponse, turn: Turn, data: bytes) -> None:
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() + len(data) < UNHURRIED_BYTES:
+        await response.write(data)
+        return
     try:
         async with asyncio.timeout_at(turn.deadline):
             await response.write(data)

@@ -10,12 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, Final, Literal
 
-import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -25,17 +23,19 @@ from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
 from router.api.legs import Body, Prefilled
 from router.clean import TRANSFER_KEYS
+from router.client import Client, Response
+from router.client_protocol import ClientError, ConnectFailed, Disconnected, TooLarge
+from router.ids import ids_or_none
 from router.metrics import Metrics
 from router.pool import Engine, Pool
-from router.reuse import Sent
 
 MAX_ANSWER_BYTES: Final = 256 << 20
-IN_ONE_PIECE_BYTES: Final = 1 << 19
 RELEASE_SECONDS: Final = 1.0
 ABORT_PATH: Final = "/inference/v1/abort_requests"
 DRAIN_SECONDS: Final = 0.5
 LEAVING: Final = "shutting down"  # what our engine's 503 says then
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
+JSON: Final = {"Content-Type": "application/json"}
 
 FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]
 
@@ -63,7 +63,7 @@ class Stream:
     """A decode engine's answer, once its status is known to be good. What breaks while reading it is EngineFault."""
 
     def __init__(
-        self, upstream: Upstream, engine: Engine, response: aiohttp.ClientResponse, first_byte: float, deadline: float
+        self, upstream: Upstream, engine: Engine, response: Response, first_byte: float, deadline: float
     ) -> None:
         self.headers = response.headers
         self._engine = engine
@@ -80,16 +80,17 @@ class Stream:
         """The body as it arrives. Only waiting for the engine is timed, not what the caller does in between."""
         loop = asyncio.get_running_loop()
         due, begun = self._first_byte, False
-        while True:
-            with self._upstream.faults(self._engine):
-                async with asyncio.timeout_at(due) as limit:
-                    with nullcontext() if begun else self._engine.awaited(limit):
-                        chunk = await self._response.content.readany()
-            if not chunk:
-                return
-            begun = True
-            yield chunk
-            due = min(loop.time() + self._upstream.idle_timeout, self._deadline)
+        with self._upstream.faults(self._engine):
+            while True:
+                if not (chunk := self._response.take()):
+                    async with asyncio.timeout_at(due) as limit:
+                        with nullcontext() if begun else self._engine.awaited(limit):
+                            chunk = await self._response.readany()
+                    if not chunk:
+                        return
+                begun = True
+                yield chunk
+                due = min(loop.time() + self._upstream.idle_timeout, self._deadline)
 
     async def whole(self) -> dict[str, Any]:
         """The body as JSON, for an answer that comes in one piece."""
@@ -118,7 +119,7 @@ class Told:
 class Upstream:
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: Client,
         pool: Pool,
         metrics: Metrics,
         *,
@@ -128,7 +129,7 @@ class Upstream:
         tokenize_timeout: float,
         seals: SealKeys | None = None,
     ) -> None:
-        self._session = session
+        self._client = client
         self._pool = pool
         self._metrics = metrics
         self._prefill_timeout = prefill_timeout
@@ -145,9 +146,8 @@ class Upstream:
         due = min(started + self._prefill_timeout, deadline)
         with self._timed(engine), self.faults(engine):
             async with asyncio.timeout_at(due) as limit:
-                with engine.awaited(limit):
-                    async with self._post(engine, path, body, headers) as response:
-                        answer = _json_object(engine, response, await _read(engine, response))
+                with engine.awaited(limit), await self._post(engine, path, body, headers) as response:
+                    answer = _json_object(engine, response, await _read(engine, response))
         answered_at = asyncio.get_running_loop().time()
         return Prefilled(
             engine=engine.url,
@@ -166,11 +166,11 @@ class Upstream:
         now = asyncio.get_running_loop().time()
         first_byte = min(now + self._first_byte_timeout, deadline) if body.get("stream") else deadline
         with self._timed(engine):
-            async with AsyncExitStack() as stack:
-                with self.faults(engine):
-                    async with asyncio.timeout_at(first_byte) as limit:
-                        with engine.awaited(limit):
-                            response = await stack.enter_async_context(self._post(engine, path, body, headers))
+            with self.faults(engine):
+                async with asyncio.timeout_at(first_byte) as limit:
+                    with engine.awaited(limit):
+                        response = await self._post(engine, path, body, headers)
+            with response:
                 yield Stream(self, engine, response, first_byte, deadline)
                 await _drain(response)
 
@@ -178,12 +178,10 @@ class Upstream:
         """The ids of a prompt; None if they cannot be had. What may be wrong with the request, its legs will say."""
         ids = None
         try:
-            async with (
-                asyncio.timeout(self._tokenize_timeout),
-                self._post(engine, "/tokenize", query, headers) as response,
-            ):
-                ids = ids_or_none(_json_object(engine, response, await _read(engine, response)).get("tokens"))
-        except (APIError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(self._tokenize_timeout):
+                with await self._post(engine, "/tokenize", query, headers) as response:
+                    ids = ids_or_none(_json_object(engine, response, await _read(engine, response)).get("tokens"))
+        except (APIError, ClientError, TimeoutError) as error:
             log.info("prompt not tokenized", extra={"engine": engine.url, "why": type(error).__name__})
         self._metrics.tokenizations.labels("failed" if ids is None else "ok").inc()
         return ids
@@ -192,60 +190,41 @@ class Upstream:
         """A request that is no turn: the engine's good answer as it is, or APIError. `target` is path and query."""
         with self.faults(engine):
             async with asyncio.timeout(self._prefill_timeout):
-                url = URL(engine.url).join(target)
-                data = None if body is None else _payload(body)
-                async with self._session.request(
-                    method, url, data=data, headers=headers, allow_redirects=False
-                ) as response:
-                    if response.status != 200:
-                        raise _refusal(engine, response.status, await _error_fields(engine, response))
+                url = str(URL(engine.url).join(target))
+                data = None if body is None else jsontext.dumps_request(body)
+                with await _good(engine, await self._client.request(method, url, headers, data)) as response:
                     return Told(response.headers, await _read(engine, response))
 
-    async def abort(self, engine: Engine, request_id: str) -> bool:
-        """Whether the engine has ended the request: its answer comes to its end by itself. Raises APIError."""
-        body: Body = {"request_ids": [request_id]}
-        headers = {} if self._seals is None else {SEAL_HEADER: self._seals.seal(ABORT_PATH, body)}
+    async def abort(self, engine: Engine, name: str) -> bool:
+        """Whether the engine has ended the leg of this name: its answer comes to its end by itself. Raises APIError."""
+        body: Body = {"request_ids": [name]}
+        headers = JSON if self._seals is None else {**JSON, SEAL_HEADER: self._seals.seal(ABORT_PATH, body)}
         with self.faults(engine):
-            async with asyncio.timeout(RELEASE_SECONDS), self._post(engine, ABORT_PATH, body, headers) as response:
-                answer = _json_object(engine, response, await _read(engine, response))
-        return answer.get("aborted") == 1
+            async with asyncio.timeout(RELEASE_SECONDS):
+                with await self._post(engine, ABORT_PATH, body, headers) as response:
+                    answer = _json_object(engine, response, await _read(engine, response))
+        return bool(answer.get("aborted"))  # one of ours may be several there
 
     async def release(self, params: KVTransferParams) -> None:
         """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
         host, port = params.remote_host or "", params.remote_port
         lease = {"engine_id": params.remote_engine_id, "request_id": params.remote_request_id}
         try:
-            url = URL.build(scheme="http", host=host, port=port, path="/kv/release")
-            async with asyncio.timeout(RELEASE_SECONDS), self._session.post(url, json=lease) as response:
-                result = "ok" if response.status == 200 else "refused"
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):  # or no host at all
+            url = str(URL.build(scheme="http", host=host, port=port, path="/kv/release"))
+            async with asyncio.timeout(RELEASE_SECONDS):
+                with await self._client.request("POST", url, JSON, jsontext.dumps(lease)) as response:
+                    result = "ok" if response.status == 200 else "refused"
+        except (ClientError, TimeoutError, ValueError):  # or no host at all
             result = "failed"
         self._metrics.releases.labels(result).inc()
 
-    @asynccontextmanager
-    async def _post(
-        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        sent = Sent()
+    async def _post(self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]) -> Response:
+        """A good answer, which the caller releases."""
         if self._seals is not None and any(key in body for key in TRANSFER_KEYS):
             headers = CIMultiDict(headers)  # not a dict, which would keep one of several values
             headers[SEAL_HEADER] = self._seals.seal(path, body)
-        try:
-            response = await self._session.post(
-                engine.url + path, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=sent
-            )
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            fault = _broken_off(engine)
-            fault.stale = sent.on_reused
-            raise fault from error
-        try:
-            if response.status != 200:
-                raise _refusal(engine, response.status, await _error_fields(engine, response))
-            yield response
-        finally:
-            response.release()  # closes the connection if the answer was not read to its end
+        data = jsontext.dumps_request(body)
+        return await _good(engine, await self._client.request("POST", engine.url + path, headers, data))
 
     @contextmanager
     def _timed(self, engine: Engine) -> Iterator[None]:
@@ -263,13 +242,15 @@ class Upstream:
             yield
         except EngineFault as fault:
             raise self.counted(fault) from None
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except ConnectFailed as error:
             self._pool.gone(engine, "unreachable")
             raise self.counted(_fault(engine, "unreachable", 503, "cannot be reached")) from error
         except TimeoutError as error:
             raise self.counted(_fault(engine, "timeout", 504, "did not answer in time")) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise self.counted(_broken_off(engine)) from error
+        except ClientError as error:
+            broken = _broken_off(engine)
+            broken.stale = isinstance(error, Disconnected) and error.stale
+            raise self.counted(broken) from error
 
     def counted(self, error: APIError) -> APIError:
         if isinstance(error, EngineFault):
@@ -277,11 +258,6 @@ class Upstream:
             if error.status == 503 and LEAVING in error.message:
                 self._pool.gone(error.engine, LEAVING)
         return error
-
-
-def _payload(body: Body) -> bytes | BytesIO:
-    data = jsontext.dumps_request(body)
-    return data if len(data) < IN_ONE_PIECE_BYTES else BytesIO(data)  # sent in pieces, others get their turn between
 
 
 def gone_for_now(engine: Engine) -> EngineFault:
@@ -305,15 +281,25 @@ def _refusal(engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
         fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
     if status >= 500 and status != 501:
         return EngineFault(engine, "status", status, message, **fields)
-    if status == 400 and str(fields.get("param")).startswith("kv_transfer_params"):
+    if status in (400, 403) and str(fields.get("param")).startswith(TRANSFER_KEYS):
         # What it refuses is ours: a client cannot send these.
+        if status == 403:
+            log.error("an engine does not accept the seal", extra={"engine": engine.url, "why": message})
         return _fault(engine, "params", 502, "refused what the router told it")
     if status >= 400:
         return APIError(status, message, **fields)
     return _fault(engine, "nonsense", 502, f"answered with status {status}, which is no answer")
 
 
-async def _error_fields(engine: Engine, response: aiohttp.ClientResponse) -> dict[str, Any]:
+async def _good(engine: Engine, response: Response) -> Response:
+    """The answer, if its status says so. Raises APIError."""
+    if response.status == 200:
+        return response
+    with response:
+        raise _refusal(engine, response.status, await _error_fields(engine, response))
+
+
+async def _error_fields(engine: Engine, response: Response) -> dict[str, Any]:
     """What the body of an error says, in any of the shapes engines use, and the headers that belong to it."""
     text = await _read(engine, response)
     fields: dict[str, Any] = {}
@@ -337,18 +323,14 @@ def _known_fields(error: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-async def _read(engine: Engine, response: aiohttp.ClientResponse) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise _fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
+async def _read(engine: Engine, response: Response) -> bytes:
+    try:
+        return await response.read(MAX_ANSWER_BYTES)
+    except TooLarge:
+        raise _fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes") from None
 
 
-def _json_object(engine: Engine, response: aiohttp.ClientResponse, text: bytes) -> dict[str, Any]:
+def _json_object(engine: Engine, response: Response, text: bytes) -> dict[str, Any]:
     if response.content_type != "application/json":
         raise _fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
     try:
@@ -378,18 +360,13 @@ def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
     return ids_or_none(answer.get("prompt_token_ids") or first.get("prompt_token_ids"))
 
 
-def ids_or_none(value: object) -> list[int] | None:
-    """A list of token ids, or None for anything else."""
-    if not isinstance(value, list) or not value:
-        return None
-    return value if all(type(token) is int and 0 <= token < 2**32 for token in value) else None
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
+async def _drain(response: Response) -> None:
     """Read the little after the end of an answer, so that the connection can be used again."""
+    if response.has_ended:
+        return
     try:
         async with asyncio.timeout(DRAIN_SECONDS):
-            while await response.content.readany():
+            while await response.readany():
                 pass
-    except (aiohttp.ClientError, TimeoutError):
-        response.close()
+    except (ClientError, TimeoutError):
+        pass  # then it is closed

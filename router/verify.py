@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from connectors.wire.transfer import KVTransferParams
-
-ID_TYPE: Final = "I"
 
 Why = Literal[
     "offered",

@@ -17,7 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from connectors.wire import sse
-from connectors.wire.note import TOKEN_NOTE
+from connectors.wire.note import OUTPUT, TOKEN_NOTE
 
 PIECES = ("Gr", "üß", " dich", " ", "👋", "")
 OUTPUT_IDS = [11, 12, 13, 14, 15, 2]
@@ -195,7 +195,9 @@ class StubEngine:
     def note(self, body: dict[str, Any], *parts: str) -> dict[str, Any]:
         """The token note, if it was asked for."""
         known = {"prompt_token_ids": self.ids(body), "token_ids": OUTPUT_IDS}
-        return {TOKEN_NOTE: {part: known[part] for part in parts}} if body.get(TOKEN_NOTE) else {}
+        asked = body.get(TOKEN_NOTE)
+        told = {part: known[part] for part in parts if asked != OUTPUT or part != "prompt_token_ids"}
+        return {TOKEN_NOTE: told} if asked else {}
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
         if "input" in body:

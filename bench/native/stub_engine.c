@@ -24,7 +24,8 @@ typedef struct Connection {
   size_t sent;
   int blocked;               // waits until it can send more
   enum { CHAT, COMPLETION, GENERATE } kind;
-  int usage, offers, noted;
+  int usage, offers;
+  enum { NO_NOTE, ALL, OUTPUT } note;  // OUTPUT: who asked knows the prompt's ids
   int left;                  // events still to come; 0 when no stream runs
   int num_tokens;            // of prompt and answer
   uint64_t due;
@@ -150,7 +151,7 @@ static void go_on(Connection *c) {
       puts_to(&event, ",\"kv_transfer_params\":");
       put_params(&event, 0, c->num_tokens - 1);
     }
-    if (c->noted) put_note(&event, NULL, num_chunks);
+    if (c->note) put_note(&event, NULL, num_chunks);
   }
   puts_to(&event, "}\n\n");
   put_chunk(c, &event);
@@ -174,7 +175,7 @@ static void begin_stream(Connection *c, Text prompt) {
   open_event(c, &event);
   puts_to(&event, c->kind == CHAT ? "\"delta\":{\"role\":\"assistant\",\"content\":\"\"}," : "");
   puts_to(&event, "\"finish_reason\":null}]");
-  if (c->noted) put_note(&event, &prompt, 0);
+  if (c->note == ALL) put_note(&event, &prompt, 0);
   puts_to(&event, "}\n\n");
   put_chunk(c, &event);
   c->left = num_chunks;
@@ -201,7 +202,7 @@ static void answer_whole(Connection *c, int prefill, Text prompt, int num_prompt
     put_text(&body, prompt);
     puts_to(&body, "]");
   }
-  if (c->noted) put_note(&body, &prompt, num_chunks);
+  if (c->note) put_note(&body, c->note == ALL ? &prompt : NULL, num_chunks);
   // Last, so that the smallest of proxies can cut it out without parsing.
   if (prefill || c->offers) {
     puts_to(&body, ",\"kv_transfer_params\":");
@@ -261,7 +262,9 @@ static void serve(Connection *c, Text target, const char *body, size_t len) {
   c->kind = has(target.at, target.len, "/chat/")      ? CHAT
             : has(target.at, target.len, "/generate") ? GENERATE
                                                                         : COMPLETION;
-  c->noted = has(body, len, "\"token_note\":true");
+  c->note = has(body, len, "\"token_note\":true")         ? ALL
+            : has(body, len, "\"token_note\":\"output\"") ? OUTPUT
+                                                          : NO_NOTE;
   c->usage = has(body, len, "\"include_usage\":true");
   c->offers = !prefill && (has(body, len, "\"do_remote_prefill\":true") || has(body, len, "\"offer_blocks\":true"));
   c->num_tokens = num_prompt + num_chunks;

@@ -25,18 +25,24 @@ async def abort_requests(request: web.Request) -> web.Response:
     if len(names) > MAX_REQUEST_IDS:
         raise bad_request(f"At most {MAX_REQUEST_IDS} ids are possible.", param="request_ids")
     tenant = tenant_of(router, request)
-    turns = {id(turn): turn for name in set(names) for turn in router.running.find(tenant, name)}
-    await asyncio.gather(*(_abort(router, turn) for turn in turns.values()))
+    found = {id(turn): turn for name in set(names) for turn in router.running.find(tenant, name)}
+    turns = [turn for turn in found.values() if not turn.answered]
+    # Each once, even if who asked for it leaves: a turn that is cancelled twice cannot tell its client why it ends.
+    work = [router.background.start(_abort(router, turn)) for turn in turns if not turn.aborted]
+    for turn in turns:
+        turn.aborted = True  # whatever comes next in it does not begin
+    if work:
+        await asyncio.wait(work)
     return web.json_response({"aborted": len(turns)})
 
 
 async def _abort(router: Router, turn: Turn) -> None:
-    turn.aborted = True  # whatever comes next in this turn does not begin
     engine = turn.engine
     if engine is not None and engine.role == "decode" and engine.is_ours(turn.model):
         try:
-            if await router.upstream.abort(engine, turn.report.request_id):
+            if await router.upstream.abort(engine, turn.name):
                 return
         except APIError:
             pass
-    turn.task.cancel()
+    if not turn.answered:
+        turn.task.cancel()

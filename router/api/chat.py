@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
-from router.api.legs import Body
+from router.api.legs import Body, Params
 
 ASKED: Final = frozenset(
     {
@@ -42,10 +41,10 @@ class Chat:
             body = {key: value for key, value in body.items() if key not in OURS_NOT_RENDERED}
         return legs.tokenize_body(body, ASKED | OURS_ASKED if ours else ASKED)
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
         return legs.prefill_body(body, _with_ids(body, params, ids), max_tokens=1, max_completion_tokens=1)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
         return legs.decode_body(body, None if params is None else _with_ids(body, params, ids), ours=ours)
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
@@ -53,11 +52,11 @@ class Chat:
         return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
-def _with_ids(body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> KVTransferParams:
+def _with_ids(body: Body, params: KVTransferParams, ids: list[int] | None) -> Params:
     # With pictures or sound ids do not say everything; the engine then renders the messages itself.
     if not ids or not only_text(body.get("messages")):
-        return params
-    return params.with_(prompt_token_ids=list(ids))
+        return params.to_json()
+    return {**params.to_json(), "prompt_token_ids": ids}
 
 
 def only_text(messages: object) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
+from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
@@ -36,19 +36,20 @@ class Completions:
             return prompt
         return legs.tokenize_body(body, ASKED) if isinstance(prompt, str) else None
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
-        return _with_ids(legs.prefill_body(body, params, max_tokens=1), ids)
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+        return _with_ids(legs.prefill_body(body, params.to_json(), max_tokens=1), ids)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
-        return _with_ids(legs.decode_body(body, params, ours=ours), ids)
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+        leg = _with_ids(legs.decode_body(body, None if params is None else params.to_json(), ours=ours), ids)
+        return {**leg, TOKEN_NOTE: OUTPUT} if ids and ours else leg
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
         asked = bool(body.get("return_token_ids"))
         return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
-def _with_ids(leg: Body, ids: Sequence[int] | None) -> Body:
-    return {**leg, "prompt": list(ids)} if ids else leg
+def _with_ids(leg: Body, ids: list[int] | None) -> Body:
+    return {**leg, "prompt": ids} if ids else leg
 
 
 def _one_prompt(prompt: object) -> bool:

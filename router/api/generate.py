@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
@@ -32,7 +31,7 @@ class Generate:
         known = isinstance(ids, list) and ids and all(type(token) is int and 0 <= token < 2**31 for token in ids)
         return ids if known and body.get("features") is None and body.get("content_parts") is None else None
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
         sampling = legs.without(_sampling(body), legs.PREFILL_DROPS)
         return {
             **legs.without(body, _PREFILL_DROPS),
@@ -42,8 +41,8 @@ class Generate:
             "kv_transfer_params": params.to_json(),
         }
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
-        return legs.decode_body(body, params, ours=ours)
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+        return legs.decode_body(body, None if params is None else params.to_json(), ours=ours)
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
         wishes = Wishes(bool(body.get("return_token_ids")), True, legs.wants_usage(body), expose)

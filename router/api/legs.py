@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from connectors.wire.note import TOKEN_NOTE
+from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer
 
 Body = dict[str, Any]
+Params = dict[str, Any]
+"""KVTransferParams as they are sent."""
 
 # Not for the one token of a prefill leg. Some would be answered 400 there (stream_options without stream, min_tokens
 # above max_tokens); a stop string or repetition that matches would end the request without transfer params; the rest
@@ -89,10 +91,10 @@ class Endpoint(Protocol):
         """What to ask an engine's /tokenize for the ids of the prompt; or the ids themselves; or None if an answer
         would not be certain to be what the engines make of this body. `ours`: whether it is an engine of Backhaul."""
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
         """The body for the prefill engine; `ids` are those of the prompt, if known."""
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
         """The body for the decode engine."""
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
@@ -119,7 +121,7 @@ def without(body: Body, keys: Set[str]) -> Body:
     return {key: value for key, value in body.items() if key not in keys}
 
 
-def prefill_body(body: Body, params: KVTransferParams, **changes: int) -> Body:
+def prefill_body(body: Body, params: Params, **changes: int) -> Body:
     """Prefill, make one token, hold the blocks, tell the ids. `changes` has the endpoint's names of the limit of 1."""
     return {
         **without(body, PREFILL_DROPS),
@@ -127,18 +129,19 @@ def prefill_body(body: Body, params: KVTransferParams, **changes: int) -> Body:
         "n": 1,
         "stream": False,
         "return_token_ids": True,
-        "kv_transfer_params": params.to_json(),
+        "kv_transfer_params": params,
     }
 
 
-def decode_body(body: Body, params: KVTransferParams | None, *, ours: bool) -> Body:
+def decode_body(body: Body, params: Params | None, *, ours: bool) -> Body:
     """The client's body, asking for what the router wants to know besides: token ids, and usage in a stream."""
-    leg = {**body, TOKEN_NOTE: True} if ours else {**body, "return_token_ids": True}
+    known = params is not None and "prompt_token_ids" in params
+    leg = {**body, TOKEN_NOTE: OUTPUT if known else True} if ours else {**body, "return_token_ids": True}
     options = body.get("stream_options")
     if body.get("stream") and isinstance(options, dict | None):
         leg["stream_options"] = {**(options or {}), "include_usage": True}
     if params is not None:
-        leg["kv_transfer_params"] = params.to_json()
+        leg["kv_transfer_params"] = params
     return leg
 
 

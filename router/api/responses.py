@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, Wishes
 from router.api import legs
-from router.api.legs import Body
+from router.api.legs import Body, Params
 from router.api.response_history import history_of
 from router.conversation import media_digests
 from router.response_answer import ResponseAnswer
@@ -42,12 +41,12 @@ class Responses:
             return None  # others' /tokenize knows chats only
         return legs.tokenize_body(legs.without(body, NOT_RENDERED), ASKED)
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
         # Only what D answers is anything that an engine may store.
         leg = legs.prefill_body(body, _with_ids(body, params, ids), max_output_tokens=1, store=False)
         return legs.without(leg, frozenset({"n", "background"}))
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: Sequence[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
         leg = legs.decode_body(body, None if params is None else _with_ids(body, params, ids), ours=ours)
         return leg if ours else legs.without(leg, frozenset({"stream_options", "return_token_ids"}))
 
@@ -56,7 +55,7 @@ class Responses:
         return ResponseAnswer(Wishes(asked, asked, params=expose))
 
 
-def _with_ids(body: Body, params: KVTransferParams, ids: Sequence[int] | None) -> KVTransferParams:
+def _with_ids(body: Body, params: KVTransferParams, ids: list[int] | None) -> Params:
     if not ids or media_digests(history_of(body)):
-        return params
-    return params.with_(prompt_token_ids=list(ids))
+        return params.to_json()
+    return {**params.to_json(), "prompt_token_ids": ids}

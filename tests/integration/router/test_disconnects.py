@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from redis.asyncio import Redis
@@ -61,9 +60,7 @@ async def nothing_kept(front: Front, redis_url: str) -> AsyncIterator[None]:
 
 
 def busy_connections(front: Front) -> int:
-    connector = front.router.upstream._session.connector
-    assert isinstance(connector, aiohttp.TCPConnector)
-    return len(connector._acquired)
+    return front.router.upstream._client.num_busy
 
 
 @every_endpoint
@@ -255,4 +252,23 @@ async def test_three_hundred_slow_streams_at_once(front: Front, d: StubEngine) -
         go_on.set()
         assert all(await asyncio.gather(*streams))
     await until(front.is_settled, "settled")
-    assert busy_connections(front) == 0
+    await until(lambda: busy_connections(front) == 0, "no connection is in use, not even for a probe")
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "generate"])
+async def test_after_the_decode_engine_has_offered_its_blocks(
+    front: Front, d: StubEngine, redis_url: str, name: str
+) -> None:
+    """The turn is not over, so nothing is remembered, and nobody will ask for them."""
+    endpoint = ENDPOINTS[name]
+    d.scripts.append(stalls_after(d, len(d.events(endpoint.body(stream=True))) - 1))
+    async with nothing_kept(front, redis_url):
+        async with front.client.post(
+            front.url + endpoint.path, json=endpoint.body(stream=True), headers=NAMED
+        ) as answer:
+            data = b""
+            while b'"stop"' not in data:
+                data += await answer.content.readany()
+            answer.close()
+        await until(lambda: d.released, "its blocks are given back", WITHIN)
+    assert d.released == [{"engine_id": "decode-engine", "request_id": "decode-1"}]

@@ -171,7 +171,8 @@ async def test_headers_of_ours_are_no_clients_to_send(
     answer = await front.post(endpoint.plain, path=endpoint.path, headers=forged | EXPLAIN)
     assert answer.explain["attempts"] == 1
     for leg in (*p.seen, *d.seen):
-        assert [name for name in leg.headers if name.lower().startswith("x-backhaul")] == []
+        assert [name for name in leg.headers if name.lower().startswith("x-backhaul")] == ["X-Backhaul-Leg"]
+        assert len(leg.headers["X-Backhaul-Leg"]) == 32, "of the router's making"
         assert "X-Data-Parallel-Rank" not in leg.headers
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from connectors.wire import sse
+from router import memory
 from tests.router_harness import CHAT, Front, router_over, until
-from tests.stub_engine import Script, StubEngine, hang_up
+from tests.stub_engine import TEXT, Script, StubEngine, hang_up
 
 RENDER = "/v1/chat/completions/render"
 
@@ -119,7 +121,69 @@ async def test_an_abort_in_mid_stream_is_an_error_event(front: Front, d: StubEng
     await until(lambda: d.aborted, "the engine saw its connection closed")
 
 
+async def test_an_abort_asked_for_several_times_is_told_once(front: Front, p: StubEngine) -> None:
+    p.awake.clear()
+    turn = asyncio.create_task(front.post(CHAT, headers={"X-Request-Id": "mine"}))
+    await until(lambda: p.seen, "the engine has the request")
+    await asyncio.gather(
+        *(front.post({"request_ids": ["mine"]}, path="/inference/v1/abort_requests") for _ in range(8))
+    )
+    answer = await turn
+    assert (answer.status, answer.error["code"]) == (409, "aborted")
+    p.awake.set()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_abort_that_comes_too_late_changes_nothing(
+    front: Front, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    filing, filed, remember = asyncio.Event(), asyncio.Event(), memory.remember
+
+    async def slow(*given: Any) -> None:
+        filing.set()
+        await filed.wait()
+        await remember(*given)
+
+    monkeypatch.setattr(memory, "remember", slow)
+    turn = asyncio.create_task(front.post({**CHAT, "stream": stream}, headers={"X-Request-Id": "mine"}))
+    await filing.wait()
+    told = await front.post({"request_ids": ["mine"]}, path="/inference/v1/abort_requests")
+    assert told.json == {"aborted": 0}
+    filed.set()
+    answer = await turn
+    assert answer.status == 200
+    assert (answer.text if stream else answer.text_of_whole) == TEXT
+    assert not stream or answer.events[-1] == "[DONE]"
+
+
 @pytest.mark.parametrize("ids", [None, "mine", [1], ["x"] * 9000])
 async def test_a_list_of_ids_is_expected(front: Front, ids: object) -> None:
     answer = await front.post({"request_ids": ids}, path="/inference/v1/abort_requests")
     assert (answer.status, answer.error["param"]) == (400, "request_ids")
+
+
+async def test_an_abort_of_several_answers_ends_them_at_the_engine(front: Front, d: StubEngine) -> None:
+    """Which counts each of them; the stream then comes to its end by itself."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse.event({"choices": [{"index": 0, "delta": {"content": "a"}}]}))
+        begun.set()
+        await ended.wait()
+        await response.write(sse.event({"choices": [{"index": 0, "finish_reason": "abort"}]}) + sse.DONE_EVENT)
+        return response
+
+    async def aborts(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        ended.set()
+        return web.json_response({"aborted": 2})
+
+    d.scripts += [waits, aborts]
+    turn = asyncio.create_task(front.post({**CHAT, "stream": True, "n": 2}, headers={"X-Request-Id": "mine"}))
+    await begun.wait()
+    await front.post({"request_ids": ["mine"]}, path="/inference/v1/abort_requests")
+    answer = await turn
+    assert answer.events[-1] == "[DONE]"
+    assert answer.events[-2]["choices"][0]["finish_reason"] == "abort"
+    assert not d.aborted

@@ -46,7 +46,7 @@ async def test_turn(front: Front, p: StubEngine, d: StubEngine, body: dict[str, 
     else:
         assert sent.pop("prompt") == PROMPT_IDS
         asked.pop("prompt")
-    assert sent.pop("token_note") is True
+    assert sent.pop("token_note") == "output", "it knows the prompt"
     assert sent.pop("stream_options", None) == ({"include_usage": True} if stream else None)
     assert sent == asked
     for leg in (to_p, to_d):

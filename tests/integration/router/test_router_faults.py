@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from redis.asyncio import Redis
@@ -100,6 +99,25 @@ async def four(redis_url: str) -> AsyncIterator[tuple[Front, StubEngine, StubEng
         router_over([p1, p2], [d1, d2], redis_url, first_byte_timeout=1.0, prefill_timeout=1.0) as front,
     ):
         yield front, p1, p2, d1, d2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_seal_that_an_engine_does_not_accept_is_not_the_clients_fault(
+    front: Front, p: StubEngine, d: StubEngine, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    async def refuses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        told = {"message": "made with another key", "param": "kv_transfer_params", "code": 403}
+        return web.json_response({"error": told}, status=403)
+
+    engine = p if role == "prefill" else d
+    engine.scripts += [refuses, refuses]
+    answer = await front.post(CHAT)
+    assert answer.status == 502
+    assert answer.error["param"] is None
+    record = next(record for record in caplog.records if "seal" in record.message)
+    assert record.levelname == "ERROR"
+    assert record.__dict__["engine"] == engine.url
+    assert record.__dict__["why"] == "made with another key"
 
 
 FAULTS = [refuse(500), refuse(503), disconnect, never, json_text("{"), json_text("x", "text/plain"), stream_for_json]
@@ -605,9 +623,7 @@ async def test_counters_are_exact_after_a_storm(four: Any, caplog: pytest.LogCap
         engine.scripts.clear()
     await until(front.is_settled, "every counter is back at zero, and nothing is left to release")
     assert [engine.in_flight for engine in front.router.pool.engines] == [0, 0, 0, 0]
-    connector = front.router.upstream._session.connector
-    assert isinstance(connector, aiohttp.TCPConnector)
-    assert not connector._acquired, "no connection to an engine is kept"
+    assert not front.router.upstream._client.num_busy, "no connection to an engine is kept"
     assert [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info] == []
     assert (await front.post(CHAT)).status == 200
 

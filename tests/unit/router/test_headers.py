@@ -60,12 +60,12 @@ def test_what_comes_back() -> None:
     assert dict(headers.back(given)) == {"Content-Type": "text/event-stream", "openai-processing-ms": "7"}
 
 
-@pytest.mark.parametrize("given", ["abc-123", "x" * 200, "a:b/c#d"])
+@pytest.mark.parametrize("given", ["abc-123", "x" * 128, "a:b/c#d"])
 def test_request_id_of_the_client_is_kept(given: str) -> None:
     assert headers.request_id({"X-Request-Id": given}) == given
 
 
-@pytest.mark.parametrize("given", ["", "x" * 201, "a b", "ä", "a\x7f", "a\udc80"])
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "ä", "a\x7f", "a\udc80"])
 def test_request_id_that_cannot_be_passed_on_is_replaced(given: str) -> None:
     assert headers.request_id({"X-Request-Id": given}).isalnum()
     assert headers.request_id({}) != headers.request_id({})

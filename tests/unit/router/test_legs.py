@@ -11,6 +11,7 @@ from connectors.wire.transfer import KVTransferParams
 from router.api import legs
 from router.api.chat import Chat
 from router.api.completions import Completions
+from router.api.responses import Responses
 from router.clean import without_engine_talk
 
 PARAMS = KVTransferParams.parse(
@@ -96,6 +97,15 @@ def test_decode_leg_is_the_clients_body_with_the_ids_and_blocks() -> None:
     params = leg.pop("kv_transfer_params")
     assert params == {**PARAMS.to_json(), "prompt_token_ids": [7, 8]}
     assert leg == {**body, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("endpoint", [Chat(), Completions(), Responses()])
+def test_prompt_ids_are_asked_back_only_where_none_were_sent(endpoint: legs.Endpoint) -> None:
+    body = {"chat": CHAT, "completions": TEXT, "responses": {"model": "m", "input": "Hi"}}[endpoint.name]
+    assert endpoint.decode_leg(body, PARAMS, IDS, ours=True)["token_note"] == "output"
+    assert endpoint.decode_leg(body, PARAMS, None, ours=True)["token_note"] is True
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert Chat().decode_leg({**CHAT, "messages": [picture]}, PARAMS, IDS, ours=True)["token_note"] is True
 
 
 def test_decode_leg_of_a_completion_has_the_ids_for_a_prompt() -> None:

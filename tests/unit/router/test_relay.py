@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.wire import sse
-from router.answer import ChoicesAnswer, Wishes
+from router.answer import READ_AHEAD, ChoicesAnswer, Wishes
 from router.relay import StreamRelay
+from router.response_answer import ResponseAnswer
 from tests.stub_engine import OUTPUT_IDS, PROMPT_IDS, TEXT, StubEngine
 
 DATA = Path(__file__).parents[2] / "data"
@@ -253,3 +254,36 @@ def test_nothing_follows_the_end() -> None:
     out, _ = relayed([stub_stream() + b'data: {"late":1}\n\n'])
     assert out.endswith(sse.DONE_EVENT)
     assert b"late" not in out
+
+
+def test_events_that_must_all_be_read_are_not_kept() -> None:
+    answer = answer_for(False, False)
+    for number in range(10 * READ_AHEAD):
+        answer.take({"choices": [{"delta": {"content": "a"}, "token_ids": [number]}]})
+        assert len(answer._unread) < READ_AHEAD
+    assert answer.message["content"] == "a" * (10 * READ_AHEAD)
+
+
+def test_cached_tokens_of_any_choice_are_not_the_clients() -> None:
+    relay = StreamRelay(ChoicesAnswer(Wishes(True, True), noted=True))
+    event = {"choices": [{"index": 1, "delta": {"role": "assistant"}}], "prompt_token_ids": [1], "num_cached_tokens": 1}
+    (told,) = events(relay.feed(sse.event(event)))
+    assert told == {"choices": event["choices"], "prompt_token_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "finished"),
+    [
+        ("completed", None, True),
+        ("incomplete", {"reason": "max_output_tokens"}, True),
+        ("incomplete", {"reason": None}, False),
+        ("incomplete", None, False),
+        ("failed", None, False),
+    ],
+)
+def test_response_that_was_aborted_is_not_finished(status: str, details: object, finished: bool) -> None:
+    answer = ResponseAnswer(Wishes())
+    response = {"status": status, "incomplete_details": details, "output": []}
+    StreamRelay(answer).feed(sse.event({"type": f"response.{status}", "response": response}))
+    assert answer.ended
+    assert answer.seen.finished is finished

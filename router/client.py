@@ -1,0 +1,250 @@
+"""The router's HTTP client: requests over connections that are kept for a moment, and nothing done behind one's back.
+
+No redirects, cookies or proxies; no headers besides those given but Host, Content-Length and a URL's user. Time limits
+are the caller's, except that of connecting. Whoever stops waiting, cancelled or not, closes the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from collections.abc import Mapping
+from functools import lru_cache
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from multidict import CIMultiDictProxy
+from yarl import URL
+
+from router.client_coding import decoder_for
+from router.client_protocol import ConnectFailed, Connection, ConnectTimeout, Disconnected, TooLarge
+
+KEEP_ALIVE_SECONDS: Final = 2.0
+"""vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request."""
+
+
+class Origin(NamedTuple):
+    host: str
+    port: int
+    tls: bool
+
+
+class Target(NamedTuple):
+    origin: Origin
+    line: str
+    """What follows the method, up to and with the Host header."""
+    authorization: str
+    """The header for a user that the URL names, or nothing."""
+
+
+class Response:
+    """An answer whose headers have come. To be released in any case: as a context manager it is."""
+
+    def __init__(self, client: Client, origin: Origin, connection: Connection) -> None:
+        """Raises ProtocolError if the body comes in a coding that is not known here."""
+        self.status = connection.status
+        self.headers: CIMultiDictProxy[str] = connection.headers
+        self._client = client
+        self._origin = origin
+        self._connection = connection
+        self._is_released = False
+        self._decoder = None
+        if "Content-Encoding" in self.headers:
+            self._decoder, self.headers = decoder_for(self.headers)
+
+    @property
+    def content_type(self) -> str:
+        """Without its parameters."""
+        given = self.headers.get("Content-Type")
+        return given.partition(";")[0].strip().lower() if given else "application/octet-stream"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it has come, read or not."""
+        return self._connection.done
+
+    def take(self) -> bytes:
+        """What has come of the body and can be had without waiting; b"" says nothing."""
+        assert not self._is_released, "the connection may be another's now"
+        return b"" if self._decoder is not None else self._connection.take()
+
+    async def readany(self) -> bytes:
+        """The next bytes of the body, as soon as there are any; b"" at its end. Raises ClientError."""
+        assert not self._is_released, "the connection may be another's now"
+        if self._decoder is None:
+            return await self._connection.readany()
+        while not (plain := self._decoder.take()):
+            data = await self._connection.readany()
+            if not data:
+                self._decoder.end()
+                return b""
+            self._decoder.feed(data)
+        return plain
+
+    async def read(self, limit: int) -> bytes:
+        """All of the body that is left. Raises ClientError, TooLarge if it has more than `limit` bytes."""
+        parts: list[bytes] = []
+        size = 0
+        while part := await self.readany():
+            size += len(part)
+            if size > limit:
+                raise TooLarge(f"more than {limit} bytes")
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def release(self) -> None:
+        """Done with it. The connection is kept if all of the answer has come, and else closed at once."""
+        if not self._is_released:
+            self._is_released = True
+            self._client.put_back(self._origin, self._connection)
+
+    def __enter__(self) -> Response:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Client:
+    def __init__(
+        self,
+        connect_timeout: float,
+        *,
+        keepalive_seconds: float = KEEP_ALIVE_SECONDS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """For the running event loop. `tls`: how to check servers, if not as this machine does by default."""
+        self._loop = asyncio.get_running_loop()
+        self._connect_timeout = connect_timeout
+        self._keepalive_seconds = keepalive_seconds
+        self._tls = tls
+        self._busy: set[Connection] = set()
+        self._idle: dict[Origin, list[Connection]] = {}
+        """The longest idle first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_busy(self) -> int:
+        """Connections that carry a request, or an answer not yet released."""
+        return len(self._busy)
+
+    @property
+    def num_idle(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Response:
+        """The answer, whatever its status. Raises ClientError; ValueError for a URL or headers that cannot be sent."""
+        target = _target(url)
+        head = _head(method, target, headers, body)
+        while True:
+            connection = self._kept(target.origin) or await self._connect(target.origin)
+            self._busy.add(connection)
+            try:
+                await connection.exchange(head, body or b"")
+                return Response(self, target.origin, connection)
+            except BaseException as error:
+                self._busy.discard(connection)
+                connection.close()
+                if not (isinstance(error, Disconnected) and error.stale and method == "GET"):
+                    raise
+                # A GET may be sent twice; a connection just made is never stale, so that this ends.
+
+    def put_back(self, origin: Origin, connection: Connection) -> None:
+        """For responses: this one is done with its connection."""
+        self._busy.discard(connection)
+        if not connection.finish():
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.setdefault(origin, []).append(connection)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._keepalive_seconds, self._close_idle)
+
+    async def close(self) -> None:
+        """Close everything; answers that are not read to their end break off."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for connection in [*self._busy, *(one for kept in self._idle.values() for one in kept)]:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next round
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _kept(self, origin: Origin) -> Connection | None:
+        """The one used last: it is the least likely to be just closed by the server."""
+        kept = self._idle.get(origin)
+        oldest = self._loop.time() - self._keepalive_seconds
+        while kept:
+            connection = kept.pop()
+            if connection.finish():
+                if connection.idle_since > oldest:
+                    return connection
+                connection.close()
+        return None
+
+    def _close_idle(self) -> None:
+        """Close those that were idle for long enough, and come back when the next one will be."""
+        oldest = self._loop.time() - self._keepalive_seconds
+        kept: dict[Origin, list[Connection]] = {}
+        for origin, connections in self._idle.items():
+            for connection in connections:
+                if connection.idle_since > oldest and connection.is_open:
+                    kept.setdefault(origin, []).append(connection)
+                else:
+                    connection.close()
+        self._idle = kept
+        self._timer = None
+        if kept:
+            first = min(connections[0].idle_since for connections in kept.values())
+            self._timer = self._loop.call_at(first + self._keepalive_seconds, self._close_idle)
+
+    async def _connect(self, origin: Origin) -> Connection:
+        if origin.tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self._loop), origin.host, origin.port, ssl=self._tls if origin.tls else None
+                )
+        except TimeoutError:
+            raise ConnectTimeout(f"no connection within {self._connect_timeout} s") from None
+        except (OSError, ValueError) as error:  # of names, sockets and TLS
+            raise ConnectFailed(str(error)) from error
+        return connection
+
+
+@lru_cache(maxsize=256)
+def _target(text: str) -> Target:
+    url = URL(text)
+    if url.scheme not in ("http", "https") or not url.raw_host or not url.port:
+        raise ValueError("not a URL to ask")
+    origin = Origin(url.raw_host, url.port, url.scheme == "https")
+    line = f"{url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
+    if url.user is None:
+        return Target(origin, line, "")
+    user = base64.b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
+    return Target(origin, line, f"Authorization: Basic {user}\r\n")
+
+
+def _head(method: str, target: Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """Everything before the body. What came in a client's headers and is no text goes out as the bytes it was."""
+    lines = [f"{method} {target.line}"]
+    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}\r\n")
+    if target.authorization and not any(name.lower() == "authorization" for name in headers):
+        lines.append(target.authorization)
+    text = "".join(lines)
+    if not text.count("\r") == text.count("\n") == len(lines) + 1 or "\0" in text:  # two lines are in the first
+        raise ValueError("a header of more than one line")
+    return f"{text}\r\n".encode("utf-8", "surrogateescape")

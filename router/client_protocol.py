@@ -1,0 +1,257 @@
+"""One connection to a server, HTTP/1.1: a request is written, and its answer handed over as it comes.
+
+ClientError             an exchange that did not come to its end
++-- ConnectFailed       there is no connection: nobody listens, no such name, no TLS
+|   +-- ConnectTimeout  nor was it refused
++-- Disconnected        the peer closed before the end of the answer
++-- ProtocolError       what came is no answer
++-- TooLarge            the answer has more bytes than the caller wants
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, cast
+
+from httptools import HttpParserError, HttpResponseParser
+from multidict import CIMultiDict, CIMultiDictProxy
+
+MAX_BUFFERED_BYTES: Final = 256 << 10
+"""Of an answer that nobody reads; beyond it the peer has to wait."""
+MAX_BARREN_BYTES: Final = 64 << 10
+"""Of an answer, in a row, that bring nothing of its body: headers, trailers, and what is written beside chunks."""
+IN_ONE_PIECE_BYTES: Final = 512 << 10
+SLICE_BYTES: Final = 256 << 10
+
+
+class ClientError(Exception):
+    pass
+
+
+class ConnectFailed(ClientError):
+    pass
+
+
+class ConnectTimeout(ConnectFailed):
+    pass
+
+
+class Disconnected(ClientError):
+    def __init__(self, *, stale: bool) -> None:
+        super().__init__("the connection was closed before the end of the answer")
+        self.stale = stale
+        """On a connection from before, and with nothing of the answer: it may have been closed as we sent."""
+
+
+class ProtocolError(ClientError):
+    pass
+
+
+class TooLarge(ClientError):
+    pass
+
+
+class Connection(asyncio.Protocol):
+    """Its methods are called by asyncio, by the parser (`on_…`), and by the one whose request it carries."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.idle_since = 0.0
+        self.is_open = False
+        self.done = True
+        """Nothing more of an answer is due."""
+        self.status = 0
+        """Of the answer; 0 until its headers are complete."""
+        self.headers: CIMultiDictProxy[str]
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # called by the parser for every chunk
+        self._parser = HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ClientError | None = None
+        self._reused = False
+        self._reusable = True
+        self._has_begun = False
+        self._ends_by_close = False
+        self._pairs: list[tuple[str, str]] = []
+        self._num_buffered = 0
+        self._num_barren = 0
+        self._must_not_write = False
+
+    # What a request does with it.
+
+    async def exchange(self, head: bytes, body: bytes) -> None:
+        """Send a request, and wait for the headers of its answer. Raises ClientError."""
+        if not self.is_open:
+            raise Disconnected(stale=self._reused)
+        self._begin()
+        if len(body) < IN_ONE_PIECE_BYTES:
+            self._transport.write(head + body)
+        else:
+            await self._send_slices(head, body)
+        while not self.status:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def readany(self) -> bytes:
+        """What has come of the body, as soon as anything has; b"" at its end."""
+        while not (data := self.take()) and not self.done:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return data
+
+    def take(self) -> bytes:
+        """What has come of the body; b"" if nothing has."""
+        parts = self._parts
+        if not parts:
+            return b""
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self._num_buffered > MAX_BUFFERED_BYTES and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._num_buffered = 0
+        return data
+
+    def finish(self) -> bool:
+        """Nobody wants more of the answer. Whether another request may follow; else the connection is closed."""
+        if self.done and self._reusable and not self._must_not_write and not self._transport.is_closing():
+            self.take()
+            return True
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """At once: an engine must see that nobody waits, even if it has not read all of the request."""
+        self._transport.abort()
+
+    def _begin(self) -> None:
+        self.done = False
+        self.status = 0
+        self._has_begun = self._ends_by_close = False
+        self._num_barren = 0
+
+    async def _send_slices(self, head: bytes, body: bytes) -> None:
+        """No faster than the peer reads, and letting others have their turn."""
+        self._transport.write(head)
+        view = memoryview(body)
+        for start in range(0, len(body), SLICE_BYTES):
+            self._transport.write(view[start : start + SLICE_BYTES])
+            await asyncio.sleep(0)
+            while self._must_not_write and not self._is_decided:
+                await self._wait()
+            if self._is_decided:  # the peer will not read the rest
+                self._reusable = False
+                return
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether sending more would change nothing."""
+        return self.done or self.status >= 400 or self._error is not None
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        if self.done:  # nothing was asked
+            self.close()
+            return
+        self._has_begun = True
+        num_before = len(self._parts)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserError as error:
+            self._fail(str(error.__context__ or error))
+        if len(self._parts) > num_before:
+            self._num_barren = 0
+            self._hold(sum(map(len, self._parts[num_before:])))
+        else:
+            self._num_barren += len(data)
+            if self._num_barren > MAX_BARREN_BYTES:
+                self._fail("too much beside the body")
+        self._wake()
+
+    def eof_received(self) -> None:
+        self._peer_closed()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self._peer_closed(broken=error is not None)
+
+    def pause_writing(self) -> None:
+        self._must_not_write = True
+
+    def resume_writing(self) -> None:
+        self._must_not_write = False
+        self._wake()
+
+    def _peer_closed(self, *, broken: bool = False) -> None:
+        self._reusable = False
+        if self.done:
+            return
+        if self.status and self._ends_by_close and not broken and self._error is None:
+            self.done = True
+        elif self._error is None:
+            self._error = Disconnected(stale=self._reused and not self._has_begun)
+        self._wake()
+
+    def _hold(self, num_bytes: int) -> None:
+        """So much more waits for a reader."""
+        before = self._num_buffered
+        self._num_buffered += num_bytes
+        if before <= MAX_BUFFERED_BYTES < self._num_buffered and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _fail(self, why: str) -> None:
+        self._reusable = False
+        if not self.done:  # else the answer was good, and this follows it
+            self._error = self._error or ProtocolError(why)
+            self.close()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        if self.done:
+            raise ValueError("a second answer")
+        self._pairs = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._pairs.append((name.decode("ascii"), value.decode("utf-8", "surrogateescape")))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status == 101 or status < 100:
+            raise ValueError("a status that nobody asked for")
+        if status < 200:
+            return
+        if sum(len(name) + len(value) for name, value in self._pairs) > MAX_BARREN_BYTES:
+            raise ValueError("headers too long")
+        headers = self.headers = CIMultiDictProxy(CIMultiDict(self._pairs))
+        if "Transfer-Encoding" in headers:
+            # The parser would take anything else to end with the connection.
+            if [coding.lower() for coding in headers.getall("Transfer-Encoding")] != ["chunked"]:
+                raise ValueError("a transfer coding that nobody asked for")
+        else:
+            self._ends_by_close = "Content-Length" not in headers
+        self.status = status
+
+    def on_message_complete(self) -> None:
+        if self.status:  # else it was interim
+            self.done = True
+            self._reusable = self._reusable and self._parser.should_keep_alive()
+            self._reused = True
