@@ -103,6 +103,7 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
         extra={
             "model": name,
             "role": config.role,
+            "port": port,
             "max_model_len": sizes.max_model_len,
             "kv_blocks": sizes.num_blocks,
             "kv_mib": sizes.num_blocks * layout.block_bytes >> 20,

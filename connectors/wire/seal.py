@@ -43,16 +43,16 @@ class SealKeys:
     def from_settings(cls, key: SecretStr | None, file: Path | None) -> Self | None:
         """The keys of a program's settings, None if it has none. Raises ValueError with a text for the user."""
         if key is not None and file is not None:
-            raise ValueError("seal_key and seal_key_file exclude each other")
+            raise ValueError("--seal-key and --seal-key-file exclude each other")
         if file is not None:
             try:
                 text = file.read_text()
             except OSError as error:
-                raise ValueError(f"seal_key_file: {file} cannot be read: {error.strerror}") from None
+                raise ValueError(f"--seal-key-file {file} cannot be read: {error.strerror}") from None
             except UnicodeDecodeError:
-                raise ValueError(f"seal_key_file: {file} is not a text file") from None
-            return cls._parsed("seal_key_file", text)
-        return None if key is None else cls._parsed("seal_key", key.get_secret_value())
+                raise ValueError(f"--seal-key-file {file} is not a text file") from None
+            return cls._parsed(f"--seal-key-file {file}", text)
+        return None if key is None else cls._parsed("--seal-key", key.get_secret_value())
 
     @classmethod
     def _parsed(cls, where: str, text: str) -> Self:

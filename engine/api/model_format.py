@@ -38,7 +38,7 @@ def grammar(
             content,
             tools=tools,
             choice=asked.choice,
-            parallel=asked.parallel,
+            parallel=asked.parallel and not asked.choice.startswith("="),  # one named is called once
             prompt_token_ids=prompt_token_ids,
         )
     except GrammarError as error:

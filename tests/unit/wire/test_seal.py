@@ -100,7 +100,7 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
 def test_short_keys_are_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(text)
-    with pytest.raises(ValueError, match="seal_key_file: a key of at least 16"):
+    with pytest.raises(ValueError, match=r"--seal-key-file .*: a key of at least 16"):
         SealKeys.from_settings(None, file)
     with pytest.raises(ValueError, match="cannot be read"):
         SealKeys.from_settings(None, tmp_path / "none")
