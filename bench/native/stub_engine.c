@@ -112,7 +112,7 @@ static void put_said(const Connection *c, Buffer *b, const char *chat_key, int n
     puts_to(b, "]");
     return;
   }
-  if (c->kind == CHAT) putf(b, "\"%s\":{\"role\":\"assistant\",\"content\":\"", chat_key);
+  if (c->kind == CHAT) putf(b, "\"%s\":{%s\"content\":\"", chat_key, *chat_key == 'm' ? "\"role\":\"assistant\"," : "");
   if (c->kind == COMPLETION) puts_to(b, "\"text\":\"");
   for (int i = 0; i < num_tokens; i++) puts_to(b, " word");
   puts_to(b, c->kind == CHAT ? "\"}" : "\"");
