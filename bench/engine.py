@@ -1,6 +1,7 @@
 """The engine's model runner against the machine's limits and against transformers, all in one run.
 
     python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3] [--batches 1,8]
+                           [--prefills 512,2048] [--quantization int8]
 
 Rounds alternate between a probe of the machine, our runner and transformers, for each line of the table; each figure
 is the median over the rounds. "of limit" is the time the machine would need at the least, over the time taken: all
@@ -36,7 +37,6 @@ DEFAULT_MODEL = Path.home() / ".cache/backhaul/models/SmolLM2-135M-Instruct.Q4_1
 BLOCK_SIZE = 16
 DECODE_CONTEXT = 256
 DECODE_STEPS = 16
-PREFILL_LENGTHS = (512, 2048)
 
 
 class Ours:
@@ -138,7 +138,9 @@ class Line:
         return engine.decode(self.prompts) if self.decode else engine.prefill(self.prompts[0])
 
 
-def lines(loaded: LoadedModel, dtype: torch.dtype, batches: list[int], *, quantized: bool) -> list[Line]:
+def lines(
+    loaded: LoadedModel, dtype: torch.dtype, prefills: list[int], batches: list[int], *, quantized: bool
+) -> list[Line]:
     config = loaded.config
     chooser = random.Random(0)
 
@@ -156,7 +158,7 @@ def lines(loaded: LoadedModel, dtype: torch.dtype, batches: list[int], *, quanti
     width = config.num_heads * config.head_dim
     kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     found = []
-    for length in PREFILL_LENGTHS:
+    for length in prefills:
         # Scores and weighted values, each over half of the square.
         attention = 2 * config.num_layers * width * length**2
         flops = 2 * matrices * length + attention
@@ -182,19 +184,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefills", default="512,2048", help="prompt lengths, separated by commas; may be empty")
     parser.add_argument("--batches", default="1,8", help="decode batch sizes, separated by commas")
+    parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--without-kernels", action="store_true", help="measure the torch fallback")
     parser.add_argument("--without-transformers", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
+    prefills = [int(length) for length in arguments.prefills.split(",") if length]
     batches = [int(batch) for batch in arguments.batches.split(",")]
 
-    loaded = load_model(arguments.model, dtype=dtype)
+    loaded = load_model(arguments.model, dtype=dtype, quantization=arguments.quantization)
     config = loaded.config
-    table = lines(loaded, dtype, batches, quantized=not arguments.without_kernels)
-    longest = max(*PREFILL_LENGTHS, max(batches) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE))
+    table = lines(loaded, dtype, prefills, batches, quantized=not arguments.without_kernels)
+    longest = max([*prefills, max(batches) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE)])
     num_blocks = longest // BLOCK_SIZE + 1
     cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), num_blocks)
     runner = Runner(loaded, cache, max_num_seqs=max(batches), use_kernels=not arguments.without_kernels)
@@ -203,7 +208,8 @@ def main() -> None:
     probe = Probe(dtype)
 
     print(f"{provenance()} · torch {torch.__version__}")
-    print(f"{loaded.name} · {arguments.dtype} · {arguments.threads} threads · {arguments.rounds} rounds, medians\n")
+    settings = [loaded.name, arguments.dtype, f"quantization {arguments.quantization}", f"{arguments.threads} threads"]
+    print(f"{' · '.join(settings)} · {arguments.rounds} rounds, medians\n")
     print(f"{'':28}{'tok/s':>9}{'of limit':>15}{'transformers':>14}{'ratio':>8}")
     for line in table:
         shares, our_times, their_times = [], [], []

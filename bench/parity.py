@@ -2,7 +2,8 @@
 
     python -m bench.parity [--model PATH] [--dtype bfloat16] [--prompts 20] [--tokens 16] [--arithmetic both]
 
-Prompts are cuts of plain text of given lengths and, every other one, questions through the chat template.
+Prompts are cuts of plain text of given lengths and, every other one, questions through the chat template. As in the
+stack one engine computes a prompt; another, given a copy of its blocks, the prompt's last token again and the answer.
 
 References: transformers in the same dtype; where that is not float32 also with its other attention ("eager"), which
 differs in nothing but where it rounds and so shows how far apart two right evaluations are; and transformers in float32
@@ -74,14 +75,18 @@ def prompts(loaded: LoadedModel, count: int) -> list[list[int]]:
     return found
 
 
-def ours(runner: Runner) -> NextLogits:
+def ours(prefill: Runner, decode: Runner) -> NextLogits:
     request = Request("parity", [], SamplingParams(temperature=0.0), frozenset(), BLOCK_SIZE, b"seed")
-    request.block_ids = list(range(1, runner.cache.num_blocks))
+    request.block_ids = list(range(1, decode.cache.num_blocks))
 
     def step(tokens: list[int]) -> Tensor:
         start = request.num_tokens
         request.token_ids += tokens
-        return runner.logits(Batch([ScheduledRequest(request, start, len(tokens))]))[0].float()
+        if len(tokens) > 1:
+            prefill.logits(Batch([ScheduledRequest(request, start, len(tokens))]))
+            decode.cache.arena.copy_(prefill.cache.arena)
+            start = request.num_tokens - 1
+        return decode.logits(Batch([ScheduledRequest(request, start, request.num_tokens - start)]))[0].float()
 
     return step
 
@@ -116,9 +121,9 @@ def evaluations(
     config, fastest = loaded.config, compute_dtype(dtype, torch.device("cpu"))
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
     for activations in dict.fromkeys({"fastest": [fastest], "native": [dtype], "both": [fastest, dtype]}[arithmetic]):
-        cache = KVCache(layout, max_tokens // BLOCK_SIZE + 2)
-        runner = Runner(loaded, cache, max_num_seqs=1, activations=activations)
-        yield f"engine, {_name(activations)} arithmetic", partial(ours, runner)
+        caches = [KVCache(layout, max_tokens // BLOCK_SIZE + 2) for _ in range(2)]
+        prefill, decode = (Runner(loaded, cache, max_num_seqs=1, activations=activations) for cache in caches)
+        yield f"engine, {_name(activations)} arithmetic", partial(ours, prefill, decode)
     same = Theirs(config, loaded.weights, dtype).model
     yield f"transformers {_name(dtype)}", partial(theirs, same)
     if dtype == torch.float32:

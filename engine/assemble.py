@@ -62,7 +62,9 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     torch.set_num_threads(choose_threads(config))
-    model = load_model(config.model, dtype=dtype)
+    if config.quantization is not None and device.type != "cpu":
+        raise StartError(f"--quantization {config.quantization} is for CPUs; leave it out, or give --device cpu")
+    model = load_model(config.model, dtype=dtype, quantization=config.quantization)
     if config.chat_template is not None:
         model.tokenizer.use_chat_template(config.chat_template)
     layout = KVLayout(

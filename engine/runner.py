@@ -15,7 +15,8 @@ from engine.attention.cpu import CpuPagedAttention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.batch import Batch, ScheduledRequest, StepResult
 from engine.kernels.build import load_kernels
-from engine.kernels.library import Kernels
+from engine.kernels.decoder import DecoderKernel, LayerProducts
+from engine.kernels.library import Kernels, PackedLinear
 from engine.kv_cache import KVCache
 from engine.likelihood import token_logprobs
 from engine.logprobs import TokenLogprobs
@@ -57,17 +58,21 @@ class Runner:
     ) -> None:
         """activations: their dtype, if not the one that suits the device best."""
         config, device = loaded.config, cache.device
-        dtype = activations or compute_dtype(cache.layout.dtype, device)
+        integer = loaded.quantization == "int8"
+        dtype = activations or (torch.float32 if integer else compute_dtype(cache.layout.dtype, device))
         self.cache = cache
         self.device = device
         self.block_size = cache.layout.block_size
         self.kernels = load_kernels() if use_kernels and device.type == "cpu" else None
-        ops = TorchOps(dtype) if self.kernels is None else KernelOps(dtype, self.kernels)
+        own = self.kernels if dtype == torch.float32 else None
+        ops = TorchOps(dtype) if own is None else KernelOps(own, integer=integer)
         self.attention = _attention(cache, dtype, config.num_heads, self.kernels)
         weights = loaded.weights
         if device.type != "cpu":
             weights = {name: weight.to(device) for name, weight in weights.items()}
         self.model = Llama(config, weights, self.attention, ops, loaded.quantized)
+        if own is not None and isinstance(self.attention, CpuPagedAttention):
+            self.model.decode_layers = _decoder(self.model, self.attention, own)
         logger.info(
             "model=%s device=%s weights=%s activations=%s attention=%s threads=%d",
             loaded.name,
@@ -196,6 +201,18 @@ def _attention(cache: KVCache, dtype: torch.dtype, num_heads: int, kernels: Kern
     if attention_kernels is None:
         return TorchPagedAttention(cache, num_heads=num_heads)
     return CpuPagedAttention(attention_kernels, num_heads=num_heads)
+
+
+def _decoder(model: Llama, attention: CpuPagedAttention, kernels: Kernels) -> DecoderKernel | None:
+    """None for models that do more between two products than the kernel knows."""
+    layers = []
+    for layer in model.layers:
+        products = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        packed = [product for product in products if isinstance(product, PackedLinear)]
+        if layer.qk_norms is not None or len(packed) < len(products):
+            return None
+        layers.append(LayerProducts(*packed))
+    return DecoderKernel(kernels, layers, attention.kernels)
 
 
 def _check_finite(logits: Tensor, requests: Sequence[Request]) -> None:

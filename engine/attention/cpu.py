@@ -1,10 +1,11 @@
-"""Attention on a CPU: decoding, storing and gathering by the C++ kernels, prefill by blocked matrix products."""
+"""Attention on a CPU: storing, gathering and decoding by the C++ kernels, the rest by torch."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from engine.attention.base import Attend, Step
+from engine.attention.base import Attend, Prefill, Step
 from engine.attention.torch_paged import causal_attention
 from engine.kernels.library import AttentionKernels
 
@@ -17,17 +18,23 @@ class CpuPagedAttention:
     def begin(self, step: Step, cos: Tensor, sin: Tensor) -> Attend:
         num_decodes = step.num_decodes
         decode_lens = step.context_lens[:num_decodes]
+        # Where activations are rounded between operations, a decoded token takes the same ones as a prompt's: else it
+        # would be rounded in other places than in the models' reference implementations.
+        alike = [Prefill(row, row, 1, context_len) for row, context_len in enumerate(decode_lens.tolist())]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             self.kernels.rope_store(layer, qkv, cos, sin, step.slots)
             q = qkv[:, : self.num_heads]
             out = qkv.new_empty(q.shape)
-            if num_decodes:
+            sequences = step.prefills
+            if qkv.dtype != torch.float32:
+                sequences = (*alike, *sequences)
+            elif num_decodes:
                 self.kernels.decode(layer, qkv, step.block_table, decode_lens, out)
-            for prefill in step.prefills:
-                rows = slice(prefill.start, prefill.start + prefill.num_tokens)
-                blocks = step.block_table[prefill.index]
-                keys, values = self.kernels.gather(layer, blocks, prefill.context_len, qkv.dtype)
+            for sequence in sequences:
+                rows = slice(sequence.start, sequence.start + sequence.num_tokens)
+                blocks = step.block_table[sequence.index]
+                keys, values = self.kernels.gather(layer, blocks, sequence.context_len, qkv.dtype)
                 causal_attention(q[rows], keys, values, out[rows])
             return out.flatten(1)
 

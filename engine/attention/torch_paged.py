@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import Attend, Prefill, Step
@@ -10,7 +11,8 @@ from engine.kv_cache import KVCache
 from engine.model.rope import rotate
 
 QUERY_BLOCK = 128
-"""Query rows per block of a prefill: its scores stay in the cache, and most of the causal triangle is not computed."""
+"""Query rows per block of a prefill that continues a sequence: its mask stays small, and what is ahead of the block is
+not computed."""
 
 
 class TorchPagedAttention:
@@ -26,7 +28,7 @@ class TorchPagedAttention:
         num_decodes = step.num_decodes
         decode_blocks = step.block_table[:num_decodes].long()
         places = torch.arange(decode_blocks.shape[1] * block_size, device=step.slots.device)
-        unseen = (places >= step.context_lens[:num_decodes, None])[:, None, None]
+        seen = (places < step.context_lens[:num_decodes, None])[:, None, None]
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ class TorchPagedAttention:
             store[blocks, 1, :, offsets] = v.to(store.dtype)
             out = torch.empty_like(q)
             if num_decodes:
-                out[:num_decodes] = self._decode(layer, q[:num_decodes], decode_blocks, unseen)
+                out[:num_decodes] = self._decode(layer, q[:num_decodes], decode_blocks, seen)
             for prefill in step.prefills:
                 rows = slice(prefill.start, prefill.start + prefill.num_tokens)
                 keys, values = self.gather(layer, step, prefill, q.dtype)
@@ -55,34 +57,32 @@ class TorchPagedAttention:
         keys, values = both.reshape(2, layout.num_kv_heads, -1, layout.head_dim)[:, :, : prefill.context_len]
         return keys, values
 
-    def _decode(self, layer: int, q: Tensor, blocks: Tensor, unseen: Tensor) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, blocks: Tensor, seen: Tensor) -> Tensor:
         num, heads, dim = q.shape
         both = self.cache.arena[:, layer][blocks].to(q.dtype)  # [n, max_blocks, 2, kv_heads, block_size, dim]
-        both = both.permute(2, 0, 3, 1, 4, 5).reshape(2, num, self.num_kv_heads, -1, dim)
-        scores = q.view(num, self.num_kv_heads, -1, dim) * dim**-0.5 @ both[0].transpose(-1, -2)
-        weights = scores.masked_fill_(unseen, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, both[1]).view(num, heads, dim)
+        keys, values = both.permute(2, 0, 3, 1, 4, 5).reshape(2, num, self.num_kv_heads, -1, dim)
+        rows = q.view(num, self.num_kv_heads, -1, dim)  # the query heads that share a key head, as rows of one matrix
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).reshape(num, heads, dim)
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, query_block: int = QUERY_BLOCK) -> None:
     """Attention of the last len(q) positions of a sequence over all of it, into `out`.
 
     q, out: [tokens, heads, dim]; keys, values: [kv_heads, context, dim], the tokens' own included. The query heads that
-    share a key head are rows of one matrix, so keys are never repeated.
+    share a key head see the same memory, so keys are never repeated.
     """
     tokens, heads, dim = q.shape
     kv_heads, context, _ = keys.shape
-    group = heads // kv_heads
-    computed = context - tokens
-    grouped = (q * dim**-0.5).view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
-    target = out.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
-    size = min(query_block, tokens)
-    ahead = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    group, computed = heads // kv_heads, context - tokens
+    queries, target = (x.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3) for x in (q, out))
+    keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    if tokens == 1 or not computed:
+        target.copy_(F.scaled_dot_product_attention(queries, keys, values, is_causal=tokens > 1))
+        return
     for start in range(0, tokens, query_block):
         stop = min(start + query_block, tokens)
-        rows, seen = stop - start, computed + stop
-        queries = grouped[:, :, start:stop].reshape(kv_heads, group * rows, dim)
-        scores = torch.bmm(queries, keys[:, :seen].transpose(1, 2))
-        scores.view(kv_heads, group, rows, seen)[..., computed + start :].add_(ahead[:rows, :rows])
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-        target[:, :, start:stop] = torch.bmm(weights, values[:, :seen]).view(kv_heads, group, rows, dim)
+        context = computed + stop
+        seen = torch.ones(stop - start, context, dtype=torch.bool, device=q.device).tril(computed + start)
+        target[:, :, start:stop] = F.scaled_dot_product_attention(
+            queries[:, :, start:stop], keys[:, :, :context], values[:, :, :context], attn_mask=seen
+        )

@@ -11,19 +11,8 @@
 #include <memory>
 #include <type_traits>
 
-#include "weights.h"
-
-extern "C" {
-
-struct Linear {
-    const void* packed;
-    const float* bias;  // [columns] or null
-    const float* norm;  // [features] or null: RMSNorm of each row of x first
-    float eps;
-    int32_t gated;  // the weight is [2 * columns, features] and the result silu(first half) * second half
-    int64_t features, columns;
-};
-}
+#include "float_product.h"
+#include "integer_product.h"
 
 namespace {
 
@@ -36,34 +25,12 @@ int64_t panel_count(const Linear& l) {
     return (l.columns + width - 1) / width;
 }
 
-// sums[ROWS][WIDTH] += a[depth][ROWS] * piece[depth][WIDTH], meanwhile fetching from `ahead`, `step` bytes per feature.
-template <int ROWS, typename F>
-void tile(const float* a, const char* piece, int depth, float* sums, const char* ahead, int step) {
-    vec s[ROWS][2];
-    for (int r = 0; r < ROWS; r++) {
-        s[r][0] = load(sums + r * WIDTH);
-        s[r][1] = load(sums + r * WIDTH + LANES);
-    }
-    F::each(piece, depth, [&](int k, vec left, vec right) {
-        __builtin_prefetch(ahead + k * step);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            const vec x = splat(a[k * ROWS + r]);
-            s[r][0] += x * left;
-            s[r][1] += x * right;
-        }
-    });
-    for (int r = 0; r < ROWS; r++) {
-        store(sums + r * WIDTH, s[r][0]);
-        store(sums + r * WIDTH + LANES, s[r][1]);
-    }
-}
-
-template <typename F, int ROWS = MAX_ROWS>
+// A tile of `rows` rows by the product P, of weights W.
+template <typename P, typename W, int ROWS = MAX_ROWS>
 void run_tile(int rows, const float* a, const char* piece, int depth, float* sums, const char* ahead, int step) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return tile<ROWS, F>(a, piece, depth, sums, ahead, step);
-        run_tile<F, ROWS - 1>(rows, a, piece, depth, sums, ahead, step);
+        if (rows == ROWS) return P::template tile<ROWS, W>(a, piece, depth, sums, ahead, step);
+        run_tile<P, W, ROWS - 1>(rows, a, piece, depth, sums, ahead, step);
     }
 }
 
@@ -73,19 +40,6 @@ struct Tiles {
     explicit Tiles(int64_t rows) : rows(rows), count((rows + MAX_ROWS - 1) / MAX_ROWS) {}
     int64_t start(int64_t i) const { return i * (rows / count) + std::min(i, rows % count); }
 };
-
-// Rows of x, normed, as [features][rows].
-void pack_rows(const Linear& l, const float* x, int64_t rows, float* to) {
-    for (int64_t r = 0; r < rows; r++) {
-        const float* from = x + r * l.features;
-        if (!l.norm) {
-            for (int64_t k = 0; k < l.features; k++) to[k * rows + r] = from[k];
-            continue;
-        }
-        const float scale = rms_scale(from, l.features, l.eps);
-        for (int64_t k = 0; k < l.features; k++) to[k * rows + r] = from[k] * scale * l.norm[k];
-    }
-}
 
 // One row of a panel's sums to its place in the result.
 void finish(const Linear& l, int64_t panel, const float* sums, const float* residual, float* out) {
@@ -107,12 +61,13 @@ void finish(const Linear& l, int64_t panel, const float* sums, const float* resi
     }
 }
 
-template <typename F>
+// F: the format of the weights; P: how products are computed.
+template <typename F, typename P>
 void linear(const Linear& l, const float* x, int64_t rows, const float* residual, float* out) {
     static thread_local std::unique_ptr<float[]> buffer;
     static thread_local int64_t buffer_size = 0;
-    if (buffer_size < rows * l.features) {
-        buffer_size = rows * l.features;
+    if (buffer_size < rows * P::words(l.features)) {
+        buffer_size = rows * P::words(l.features);
         buffer.reset(new float[buffer_size]);
     }
     float* const a = buffer.get();
@@ -124,7 +79,7 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
 #pragma omp for
         for (int64_t t = 0; t < tiles.count; t++) {
             const int64_t first = tiles.start(t);
-            pack_rows(l, x + first * features, tiles.start(t + 1) - first, a + first * features);
+            P::pack_rows(l, x + first * features, tiles.start(t + 1) - first, a + first * P::words(features));
         }
         alignas(64) float sums[CHUNK * WIDTH], wide[DEPTH * WIDTH];
         // A few rows: long runs of neighbouring panels, so that what is fetched ahead is what comes next.
@@ -142,22 +97,19 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
                 for (int64_t k = 0; k < features; k += DEPTH) {
                     const int depth = int(std::min<int64_t>(DEPTH, features - k));
                     const char *piece = weights + F::bytes(k), *next = piece + F::bytes(DEPTH);
-                    auto run_tiles = [&](auto format, const char* from) {
+                    auto run_tiles = [&](auto weights_as, const char* from) {
                         for (int64_t t = chunk; t < end; t++) {
                             const int64_t row = tiles.start(t), n = tiles.start(t + 1) - row;
-                            run_tile<decltype(format)>(int(n), a + row * features + k * n, from, depth,
-                                                       sums + (row - first) * WIDTH, next + (t - chunk) * depth * step,
-                                                       step);
+                            run_tile<P, decltype(weights_as)>(int(n), a + row * P::words(features) + P::words(k) * n, from,
+                                                              depth, sums + (row - first) * WIDTH,
+                                                              next + (t - chunk) * depth * step, step);
                         }
                     };
                     if (std::is_same_v<F, Plain<float>> || count < F::WIDEN_FROM) {
-                        run_tiles(F{}, piece);
+                        run_tiles(typename P::Stored{}, piece);
                     } else {
-                        F::each(piece, depth, [&](int i, vec left, vec right) {
-                            store(wide + i * WIDTH, left);
-                            store(wide + i * WIDTH + LANES, right);
-                        });
-                        run_tiles(Plain<float>{}, (const char*)wide);
+                        P::widen(piece, depth, wide);
+                        run_tiles(typename P::Widened{}, (const char*)wide);
                     }
                 }
                 for (int64_t row = first; row < last; row++)
@@ -222,7 +174,7 @@ void pack_blocks(const Linear& l, const float* scales, const float* offsets, con
 #define EXPORT(SUFFIX, FORMAT)                                                                                         \
     int64_t linear_packed_bytes_##SUFFIX(const Linear* l) { return panel_count(*l) * FORMAT::bytes(l->features); }     \
     void linear_##SUFFIX(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {           \
-        linear<FORMAT>(*l, x, rows, residual, out);                                                                    \
+        linear<FORMAT, FloatProduct<FORMAT>>(*l, x, rows, residual, out);                                                                    \
     }
 
 extern "C" {
@@ -233,6 +185,13 @@ EXPORT(f32, Plain<float>)
 EXPORT(bf16, Plain<bf16>)
 EXPORT(q4, Blocks<4>)
 EXPORT(q8, Blocks<8>)
+
+void linear_integer_q4(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
+    linear<Blocks<4>, IntegerProduct<4>>(*l, x, rows, residual, out);
+}
+void linear_integer_q8(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
+    linear<Blocks<8>, IntegerProduct<8>>(*l, x, rows, residual, out);
+}
 
 void linear_pack_f32(const Linear* l, const float* weight, float* packed) { pack(*l, weight, packed); }
 void linear_pack_bf16(const Linear* l, const bf16* weight, bf16* packed) { pack(*l, weight, packed); }

@@ -87,20 +87,22 @@ class TorchOps:
 
 
 class KernelOps(TorchOps):
-    """Products in float32, of weights in any format, by our own kernel; those in bfloat16 stay with oneDNN."""
+    """Activations in float32, by our own kernels, which take weights in any format.
 
-    def __init__(self, dtype: torch.dtype, kernels: Kernels) -> None:
-        super().__init__(dtype)
+    Not for activations that are rounded: these sum in another order than torch, so a sum may be rounded otherwise.
+
+    integer: those of quantised weights in whole numbers.
+    """
+
+    def __init__(self, kernels: Kernels, *, integer: bool = False) -> None:
+        super().__init__(torch.float32)
         self.kernels = kernels
+        self.integer = integer
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None, *, norm: Norm | None = None) -> Linear:
-        if self.dtype != torch.float32:
-            return super().linear(matrix, bias, norm=norm)
         return self._packed(matrix, bias, norm, gated=False)
 
     def gated_linear(self, matrix: Matrix, *, norm: Norm | None = None) -> Linear:
-        if self.dtype != torch.float32:
-            return super().gated_linear(matrix, norm=norm)
         return self._packed(matrix, None, norm, gated=True)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -116,8 +118,8 @@ class KernelOps(TorchOps):
             if weight.dtype == torch.float16:
                 weight = weight.float()
         if norm is None:
-            return self.kernels.pack_linear(weight, bias, gated=gated)
-        return self.kernels.pack_linear(weight, bias, norm.weight, norm.eps, gated=gated)
+            return self.kernels.pack_linear(weight, bias, gated=gated, integer=self.integer)
+        return self.kernels.pack_linear(weight, bias, norm.weight, norm.eps, gated=gated, integer=self.integer)
 
 
 def _prepacked(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

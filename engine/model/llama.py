@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from engine.model.config import ModelConfig
 from engine.model.layers import Norm, Ops
 from engine.model.quantized import Matrix, Quantized
 from engine.model.rope import RotaryEmbedding
+
+DecodeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(hidden, cos, sin, slots, block_table, context_lens), of which hidden is changed."""
 
 
 class DecoderLayer:
@@ -83,6 +86,8 @@ class Llama:
         quantized: Mapping[str, Quantized],
     ) -> None:
         self.attention = attention
+        self.decode_layers: DecodeLayers | None = None
+        """All layers at once, if there is a way, for steps of one token per sequence."""
         self.dtype = ops.dtype
         self.embedding = weights["model.embed_tokens.weight"]
         self.rotary = RotaryEmbedding(config, self.embedding.device)
@@ -100,7 +105,11 @@ class Llama:
     def hidden(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Store the KV of every token; return [len(rows), hidden_size], what `logits` makes logits of."""
         hidden = self.embedding[token_ids].to(self.dtype)
-        attend = self.attention.begin(step, *self.rotary(step.positions))
+        cos, sin = self.rotary(step.positions)
+        if self.decode_layers is not None and not step.prefills:
+            self.decode_layers(hidden, cos, sin, step.slots, step.block_table, step.context_lens)
+            return hidden[rows]
+        attend = self.attention.begin(step, cos, sin)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, attend, None)
         return self.layers[-1].forward(hidden, attend, rows)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +17,15 @@ from engine.model.config import ModelConfig, config_from_huggingface
 from engine.model.errors import ModelError
 from engine.model.fields import Fields
 from engine.model.gguf_file import GGUFFile
+from engine.model.int8 import to_int8
 from engine.model.quantized import Quantized
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 __all__ = ["LoadedModel", "ModelError", "fingerprint", "load_model"]
+
+
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +38,21 @@ class LoadedModel:
     fingerprint: bytes
     """16 bytes, equal in every process that loaded the same weights in the same dtype: KV is exchangeable then."""
     quantized: dict[str, Quantized] = field(default_factory=dict)
-    """The weights that equal, value for value, what the file holds in fewer bits: none unless they are float32."""
+    """The weights that equal, value for value, what the file holds in fewer bits: none unless they are float32. With
+    `quantization`: every matrix, as the file holds it or rounded."""
+    quantization: Quantization | None = None
+    """int8: products are to be computed in whole numbers, where there are kernels for it."""
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype) -> LoadedModel:
+def load_model(path: str | Path, *, dtype: torch.dtype, quantization: Quantization | None = None) -> LoadedModel:
     """Load a GGUF file or a Hugging Face folder. Raises ModelError for whatever is wrong with it."""
     path = Path(path).expanduser()
     try:
         with _one_thread():
             if path.is_dir():
-                return _load_folder(path, dtype)
+                return _load_folder(path, dtype, quantization)
             if path.is_file():
-                return _load_gguf(path, dtype)
+                return _load_gguf(path, dtype, quantization)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     raise ModelError(f"{path} does not exist: give a GGUF file or a Hugging Face model folder")
@@ -76,7 +84,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
+def _load_folder(folder: Path, dtype: torch.dtype, quantization: Quantization | None) -> LoadedModel:
     if not (folder / "config.json").is_file():
         held = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"it holds {held[0]}: give that file" if held else "it is not a Hugging Face model folder"
@@ -84,16 +92,16 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
     config = config_from_huggingface(Fields.from_json(folder / "config.json"))
     tokenizer = tokenizer_from_folder(folder)
     weights = safetensors.read_weights(folder, config, dtype)
-    return _loaded(folder.resolve().name, folder, config, tokenizer, weights, {})
+    return _loaded(folder.resolve().name, folder, config, tokenizer, weights, {}, quantization)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
+def _load_gguf(path: Path, dtype: torch.dtype, quantization: Quantization | None) -> LoadedModel:
     file = GGUFFile(path)
     config = gguf.read_config(file)
     tokenizer = tokenizer_from_gguf(file)
     weights = gguf.read_weights(file, config, dtype)
-    quantized = gguf.read_quantized(file, config) if dtype == torch.float32 else {}
-    return _loaded(_gguf_name(path, file), path, config, tokenizer, weights, quantized)
+    quantized = gguf.read_quantized(file, config) if dtype == torch.float32 or quantization else {}
+    return _loaded(_gguf_name(path, file), path, config, tokenizer, weights, quantized, quantization)
 
 
 def _loaded(
@@ -103,12 +111,15 @@ def _loaded(
     tokenizer: Tokenizer,
     weights: dict[str, Tensor],
     quantized: dict[str, Quantized],
+    quantization: Quantization | None,
 ) -> LoadedModel:
     if tokenizer.max_token_id >= config.vocab_size:
         raise ModelError(
             f"{path}: the tokenizer has token ids up to {tokenizer.max_token_id}, the model only {config.vocab_size}"
         )
-    return LoadedModel(name, config, weights, tokenizer, fingerprint(config, weights), quantized)
+    if quantization == "int8":
+        weights, quantized = to_int8(config, weights, quantized)
+    return LoadedModel(name, config, weights, tokenizer, fingerprint(config, weights), quantized, quantization)
 
 
 def _gguf_name(path: Path, file: GGUFFile) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.kv_cache import KVCache, KVLayout
+from engine.model.layers import computes_bfloat16
 from engine.model.loader import load_model
 from engine.runner import Runner
 from tests.running import (
@@ -22,7 +23,7 @@ from tests.running import (
     reference_logits,
     reference_model,
 )
-from tests.tiny import make_tiny_gguf
+from tests.tiny import make_tiny, make_tiny_gguf
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 130, 300]
 """Prompt lengths around the edges of blocks (16) and of query blocks (128)."""
@@ -40,6 +41,23 @@ MODELS = [
     pytest.param({"architecture": "qwen3"}, id="qwen3"),
     pytest.param({"architecture": "qwen3", "tie_word_embeddings": True, "head_dim": 128}, id="qwen3-tied"),
 ]
+
+
+def native_machine(folder: Path, *, use_kernels: bool) -> Machine:
+    """With activations in bfloat16, whether or not this CPU has such products."""
+    loaded = load_model(folder, dtype=torch.bfloat16)
+    config, dtype = loaded.config, torch.bfloat16
+    cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), 128)
+    runner = Runner(loaded, cache, max_num_seqs=2, use_kernels=use_kernels, activations=dtype)
+    return Machine(loaded, cache, runner, list(range(128)))
+
+
+def assert_same_rounding(ours: Tensor, expected: Tensor, *, exact: bool) -> None:
+    """Not exact: but for sums in another order, which may move a value by one step of bfloat16, and what follows it."""
+    if exact and not computes_bfloat16(torch.device("cpu")):  # whose products depend on how many rows there are
+        assert torch.equal(ours, expected)
+    else:
+        torch.testing.assert_close(ours, expected, atol=2**-6 * float(expected.abs().max()), rtol=0)
 
 
 def assert_equal_float32(ours: Tensor, expected: Tensor) -> None:
@@ -102,6 +120,32 @@ def test_bfloat16_activations_are_right_where_the_device_has_them(
     request.append(tokens[-1])
     error = (machine.decode(request)[0] - exact[-1]).abs().mean()
     assert error < 1.5 * (rounded[-1] - exact[-1]).abs().mean()
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_activations_give_the_bits_of_transformers_over_a_handoff(
+    architecture: str, use_kernels: bool, tmp_path: Path
+) -> None:
+    """The prompt in one engine, in chunks too, the rest in another, alone and in a batch; chunks and company may change
+    the order of sums, and so the last bit."""
+    make_tiny(tmp_path, architecture=architecture, head_dim=32, num_heads=6, num_kv_heads=2)
+    prefill, decode = (native_machine(tmp_path, use_kernels=use_kernels) for _ in range(2))
+    model = reference_model(tmp_path, torch.bfloat16)
+    model.set_attn_implementation("sdpa")  # what it does unless told otherwise
+    company = prefill.request(random_tokens(50, seed=50))  # whose blocks then are no other request's
+    decode.prefill(company)
+    for length, chunk in ((2, None), (16, None), (33, None), (200, None), (200, 130), (300, 16)):
+        tokens = random_tokens(length + 2, seed=length)
+        expected = reference_logits(model, tokens)
+        request = prefill.request(tokens[:length], room=2)
+        exact = use_kernels and chunk is None
+        assert_same_rounding(prefill.prefill(request, chunk), expected[length - 1], exact=exact)
+        decode.cache.arena[request.block_ids] = prefill.cache.arena[request.block_ids]
+        assert_same_rounding(decode.decode(request)[0], expected[length - 1], exact=exact)
+        for position in (length, length + 1):
+            request.append(tokens[position])
+            assert_same_rounding(decode.decode(company, request)[1], expected[position], exact=False)
 
 
 @pytest.mark.parametrize(
