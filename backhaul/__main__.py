@@ -20,6 +20,7 @@ usage: backhaul COMMAND [flags]
   chat      talk to a model through an OpenAI-compatible base URL
   router    run the router alone
   engine    run one engine alone
+  status    show what a router says of its engines, and of what turns do without
   config    print the settings a command would run with, as YAML
   version   print the version
 
@@ -91,6 +92,12 @@ def _engine(argv: Sequence[str]) -> int:
     return run_engine(config)
 
 
+def _status(argv: Sequence[str]) -> int:
+    from backhaul.status import StatusConfig, run_status
+
+    return run_status(_load(StatusConfig, "status", argv))
+
+
 def _config(argv: Sequence[str]) -> int:
     name, *flags = argv or [""]
     if name in ("-h", "--help"):
@@ -128,6 +135,7 @@ _MODELS = {
     "chat": ("backhaul.chat", "ChatConfig"),
     "router": ("router.config", "RouterConfig"),
     "engine": ("engine.config", "EngineConfig"),
+    "status": ("backhaul.status", "StatusConfig"),
 }
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -135,6 +143,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "chat": _chat,
     "router": _router,
     "engine": _engine,
+    "status": _status,
     "config": _config,
     "version": _version,
 }

@@ -211,6 +211,8 @@ def _describe(
         return f"{setting.flag} is required (or {setting.env(env_prefix)}, or {setting.key} in a --config file)"
     item = given.get(setting.path)
     place = item.place if item else setting.flag
+    if setting.kind == "json":  # the part of it that is wrong
+        place = ": ".join((place, ".".join(loc[len(setting.path) :]))) if len(loc) > len(setting.path) else place
     value = "" if setting.secret or problem["type"] == "value_error" else f", not {problem['input']!r}"
     return f"{place}: {message}{value}"
 
@@ -223,7 +225,7 @@ def _masked(value: Any) -> Any:
     if isinstance(value, str):
         return _URL_PASSWORD.sub("***@", value)
     if isinstance(value, dict):
-        return {key: _masked(item) for key, item in value.items()}
+        return {_masked(key): _masked(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_masked(item) for item in value]
     return value

@@ -1,11 +1,16 @@
-"""What orchestrators and scrapers ask: /health, /ready, /metrics."""
+"""What orchestrators, scrapers and operators ask: /health, /ready, /metrics, /admin/status."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from aiohttp import web
 
 from router.context import ROUTER
 from router.metrics import CONTENT_TYPE
+from router.status import status_of
+
+STATUS_PATH: Final = "/admin/status"
 
 
 async def health(_: web.Request) -> web.Response:
@@ -29,3 +34,9 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=request.app[ROUTER].metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def status(request: web.Request) -> web.Response:
+    """The engines, what they can do and how that is known, and what turns do without. Holds no secret and nothing of
+    any conversation, but names engines: not for clients."""
+    return web.json_response(status_of(request.app[ROUTER]), headers={"Cache-Control": "no-store"})

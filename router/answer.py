@@ -21,8 +21,8 @@ from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
 from router.ids import ID_TYPE, ids_or_none
 
-READ_AHEAD: Final = 64
-"""Events passed unread until their text is looked at: one by one would delay each, all at once cost memory."""
+READ_AHEAD_BYTES: Final = 32 << 10
+"""Of events passed unread, until their text is looked at: one by one would delay each, all at once cost memory."""
 PARAMS: Final = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -64,10 +64,10 @@ class Answer(Protocol):
     """Whether `message` will be asked for; to be set before the first event."""
 
     def must_read(self, data: bytes) -> bool:
-        """Whether an event's data may hold what is not for the client, or what the router needs at once."""
+        """Whether the data of events may hold what is not for the client, or what the router needs at once."""
 
-    def pass_by(self, data: bytes) -> None:
-        """An event goes to the client unread."""
+    def pass_by(self, raw: bytes, num_events: int) -> None:
+        """Events go to the client unread."""
 
     def take(self, body: dict[str, Any]) -> bool:
         """Read one event or a whole answer, and remove from it what is not the client's. True if it was changed."""
@@ -101,6 +101,8 @@ class Seen:
         self.usage = Usage()
         self.finished = False
         """A first choice has ended by itself."""
+        self.stop_reason: object = None
+        """What has ended it, where the engine says so: a stop string, or the id of a stop token."""
         self.error: Mapping[str, Any] | None = None
         self._ids_complete = True
 
@@ -171,6 +173,7 @@ class ChoicesAnswer:
         self._text: list[str] = []
         self._calls: dict[int, dict[str, str]] = {}
         self._unread: list[bytes] = []
+        self._num_unread = 0
 
     @property
     def ended(self) -> bool:
@@ -185,10 +188,11 @@ class ChoicesAnswer:
     def must_read(self, data: bytes) -> bool:
         return self._marks.search(data) is not None
 
-    def pass_by(self, data: bytes) -> None:
+    def pass_by(self, raw: bytes, num_events: int) -> None:
         if self.keeps_message:
-            self._unread.append(data)
-            if len(self._unread) >= READ_AHEAD:
+            self._unread.append(raw)
+            self._num_unread += len(raw)
+            if self._num_unread >= READ_AHEAD_BYTES:
                 self._read_on()
 
     def take(self, body: dict[str, Any]) -> bool:
@@ -204,8 +208,9 @@ class ChoicesAnswer:
         for choice in _dicts(body.get("choices")):
             index = choice.get("index") or 0
             changed |= self._take_ids(choice, index)
-            if index == 0:
-                seen.finished |= choice.get("finish_reason") not in _NOT_FINISHED
+            if index == 0 and choice.get("finish_reason") not in _NOT_FINISHED:
+                seen.finished = True
+                seen.stop_reason = choice.get("stop_reason")
         if self.keeps_message:
             self._read_on()
             self._see_message(body)
@@ -242,16 +247,17 @@ class ChoicesAnswer:
     def _read_on(self) -> None:
         """Read the message on from where it was left. Off the way of single events, which are not to wait for it."""
         if self._unread:
-            for body in _objects(self._unread):
-                self._see_message(body)
+            events = sse.SSEParser().feed(b"".join(self._unread))
+            for body in _objects([event.data for event in events if event.data is not None]):
+                if (text := _only_text(body)) is not None:
+                    self._text.append(text)
+                else:
+                    self._see_message(body)
             self._unread = []
+            self._num_unread = 0
 
     def _see_message(self, body: Mapping[str, Any]) -> None:
-        choices = body.get("choices")
-        if type(choices) is list and len(choices) == 1 and (text := _only_text(choices[0])) is not None:
-            self._text.append(text)
-            return
-        for choice in _dicts(choices):
+        for choice in _dicts(body.get("choices")):
             said = choice.get("message") or choice.get("delta") or choice
             if choice.get("index") or not isinstance(said, dict):
                 continue
@@ -272,13 +278,15 @@ class ChoicesAnswer:
                         known[key] = known.get(key, "") + part
 
 
-def _only_text(choice: object) -> str | None:
-    """The text of a delta that has nothing else, of a first choice: what most events of a chat are."""
-    if type(choice) is dict and choice.get("index") == 0:
-        delta = choice.get("delta")
-        if type(delta) is dict and len(delta) == 1:
-            text = delta.get("content")
-            return text if type(text) is str else None
+def _only_text(body: Mapping[str, Any]) -> str | None:
+    """The text of an event that has nothing else, of a first choice: what most events of a chat are."""
+    try:
+        [choice] = body["choices"]
+        delta = choice["delta"]
+        if choice["index"] == 0 and len(delta) == 1 and type(text := delta["content"]) is str:
+            return text
+    except (KeyError, TypeError, ValueError):
+        pass
     return None
 
 

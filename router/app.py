@@ -19,14 +19,17 @@ from router.api.completions import Completions
 from router.api.generate import Generate
 from router.api.legs import Endpoint
 from router.api.responses import Responses
+from router.background import Background
 from router.breakeven import BreakEven
 from router.client import Client
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router
 from router.headers import request_id
+from router.holdings import Holdings
 from router.metrics import Metrics
 from router.openapi import openapi
 from router.pool import Pool
+from router.release import Releases
 from router.store import Store
 from router.sweep import Sweeper
 from router.turn import run_turn
@@ -56,6 +59,8 @@ def build_app(config: RouterConfig) -> web.Application:
     app.router.add_get("/health", admin.health)
     app.router.add_get("/ready", admin.ready)
     app.router.add_get("/metrics", admin.metrics)
+    if config.status:
+        app.router.add_get(admin.STATUS_PATH, admin.status)
     app.router.add_get(PATH, openapi)
     app.on_response_prepare.append(finish_headers)
     app.cleanup_ctx.append(lambda app: parts(app, config, seals))
@@ -73,7 +78,7 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
     """Everything with a life of its own: started before the first request, ended after the last."""
     metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
     store = Store(config.redis, timeout=config.redis_timeout, max_record_bytes=config.max_record_bytes, metrics=metrics)
-    break_even = BreakEven(config.decode_only_tokens)
+    break_even, background = BreakEven(config.decode_only_tokens), Background()
     async with Client(config.connect_timeout) as client:
         pool = Pool(
             client,
@@ -81,19 +86,25 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
             decode=config.decode,
             probe_interval=config.probe_interval,
             probe_timeout=config.probe_timeout,
+            stated=config.engines,
         )
         upstream = Upstream(
             client,
             pool,
             metrics,
+            background,
             prefill_timeout=config.prefill_timeout,
             first_byte_timeout=config.first_byte_timeout,
             idle_timeout=config.idle_timeout,
             tokenize_timeout=config.tokenize_timeout,
             seals=seals,
         )
-        sweeper = Sweeper(store, upstream.release)
-        router = app[ROUTER] = Router(config, metrics, pool, upstream, store, sweeper, break_even)
+        releases = Releases(upstream, pool, background)
+        holdings = Holdings(pool, store, releases, background, metrics, share=config.idle_kv_share)
+        sweeper = Sweeper(store, releases.release, due=holdings.taken)
+        router = app[ROUTER] = Router(
+            config, metrics, pool, upstream, store, releases, sweeper, holdings, break_even, background
+        )
         metrics.follow(pool, lambda: router.turns.count, lambda: break_even.tokens)
         await store.ping()  # says in the log if nobody answers
         sweeper.start()
@@ -103,7 +114,7 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
         watch.cancel()
         await asyncio.wait([watch])
         await sweeper.close()
-        await router.background.settle(RELEASE_SECONDS)
+        await background.settle(RELEASE_SECONDS)
     await store.close()
 
 

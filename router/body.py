@@ -22,7 +22,9 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
         raise APIError(415, f"Content-Encoding {encoding} is not understood here; send gzip, deflate or none.")
     try:
         if request.content.is_eof():  # all of it is here, as small ones are
-            data = await _read(request, limit)
+            data: bytearray | bytes = request.content.read_nowait()
+            if len(data) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit)
         else:
             async with asyncio.timeout(BODY_SECONDS):
                 data = await _read(request, limit)

@@ -28,16 +28,11 @@ class BreakEven:
 
     def observe(self, num_computed: int, seconds: float) -> None:
         """One prefill leg: how many tokens it computed and how long it took."""
-        self._n, self._x, self._y, self._xx, self._xy = (
-            FADING * old + new
-            for old, new in (
-                (self._n, 1.0),
-                (self._x, num_computed),
-                (self._y, seconds),
-                (self._xx, num_computed * num_computed),
-                (self._xy, num_computed * seconds),
-            )
-        )
+        self._n = FADING * self._n + 1.0
+        self._x = FADING * self._x + num_computed
+        self._y = FADING * self._y + seconds
+        self._xx = FADING * self._xx + num_computed * num_computed
+        self._xy = FADING * self._xy + num_computed * seconds
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -17,9 +18,10 @@ from typing import Final, NamedTuple
 from multidict import CIMultiDictProxy
 from yarl import URL
 
-from router.client_coding import decoder_for
+from router.client_coding import Decoder, decoder_for
 from router.client_protocol import ConnectFailed, Connection, ConnectTimeout, Disconnected, TooLarge
 
+_JSON: Final = "application/json"
 KEEP_ALIVE_SECONDS: Final = 2.0
 """vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request."""
 
@@ -39,19 +41,22 @@ class Target(NamedTuple):
 
 
 class Response:
-    """An answer whose headers have come. To be released in any case: as a context manager it is."""
+    """An answer to a request that was sent. To be released in any case: as a context manager it is.
+
+    `due` is when to stop waiting, in event loop time; it raises TimeoutError then.
+    """
 
     def __init__(self, client: Client, origin: Origin, connection: Connection) -> None:
-        """Raises ProtocolError if the body comes in a coding that is not known here."""
-        self.status = connection.status
-        self.headers: CIMultiDictProxy[str] = connection.headers
+        self.status = 0
+        """Known, as the headers are, once something has been waited for."""
+        self.headers: CIMultiDictProxy[str]
         self._client = client
         self._origin = origin
         self._connection = connection
         self._is_released = False
-        self._decoder = None
-        if "Content-Encoding" in self.headers:
-            self._decoder, self.headers = decoder_for(self.headers)
+        self._decoder: Decoder | None = None
+        self._read: list[bytes] = []
+        self._num_read = 0
 
     @property
     def content_type(self) -> str:
@@ -60,44 +65,88 @@ class Response:
         return given.partition(";")[0].strip().lower() if given else "application/octet-stream"
 
     @property
+    def is_json(self) -> bool:
+        return self.headers.get("Content-Type") == _JSON or self.content_type == _JSON
+
+    @property
     def has_ended(self) -> bool:
         """Whether all of it has come, read or not."""
         return self._connection.done
+
+    async def begun(self, due: float | None = None) -> None:
+        """Wait for the status and the headers. Raises ClientError."""
+        await self._connection.begun(due)
+        self._open()
 
     def take(self) -> bytes:
         """What has come of the body and can be had without waiting; b"" says nothing."""
         assert not self._is_released, "the connection may be another's now"
         return b"" if self._decoder is not None else self._connection.take()
 
-    async def readany(self) -> bytes:
+    async def readany(self, due: float | None = None) -> bytes:
         """The next bytes of the body, as soon as there are any; b"" at its end. Raises ClientError."""
         assert not self._is_released, "the connection may be another's now"
         if self._decoder is None:
-            return await self._connection.readany()
+            return await self._connection.readany(due)
         while not (plain := self._decoder.take()):
-            data = await self._connection.readany()
+            data = await self._connection.readany(due)
             if not data:
                 self._decoder.end()
                 return b""
             self._decoder.feed(data)
         return plain
 
-    async def read(self, limit: int) -> bytes:
-        """All of the body that is left. Raises ClientError, TooLarge if it has more than `limit` bytes."""
-        parts: list[bytes] = []
-        size = 0
-        while part := await self.readany():
-            size += len(part)
-            if size > limit:
-                raise TooLarge(f"more than {limit} bytes")
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    async def read(self, limit: int, due: float | None = None) -> bytes:
+        """All of the body that is left. Raises ClientError, TooLarge if it has more than `limit` bytes. One that was
+        cancelled can be called again."""
+        assert not self._is_released, "the connection may be another's now"
+        connection = self._connection
+        ended = False
+        while not ended:
+            part = await connection.readmany(due)
+            ended = connection.done
+            self._open()
+            if self._decoder is None:
+                self._keep(part, limit)
+                continue
+            self._decoder.feed(part)
+            while plain := self._decoder.take():
+                self._keep(plain, limit)
+        if self._decoder is not None:
+            self._decoder.end()
+        return self._read[0] if len(self._read) == 1 else b"".join(self._read)
+
+    def give_up(self) -> None:
+        """Have whoever waits for it stop waiting, as if it were time."""
+        if not self._is_released:
+            self._connection.give_up()
 
     def release(self) -> None:
         """Done with it. The connection is kept if all of the answer has come, and else closed at once."""
         if not self._is_released:
             self._is_released = True
             self._client.put_back(self._origin, self._connection)
+
+    def close(self) -> None:
+        """Done with it, and with its connection."""
+        self._connection.close()
+        self.release()
+
+    def _open(self) -> None:
+        """Raises ProtocolError if the body comes in a coding that is not known here."""
+        if self.status:
+            return
+        self.status = self._connection.status
+        self.headers = self._connection.headers
+        if "Content-Encoding" in self.headers:
+            self._decoder, self.headers = decoder_for(self.headers)
+
+    def _keep(self, part: bytes, limit: int) -> None:
+        if part:
+            self._num_read += len(part)
+            if self._num_read > limit:
+                raise TooLarge(f"more than {limit} bytes")
+            self._read.append(part)
 
     def __enter__(self) -> Response:
         return self
@@ -122,7 +171,7 @@ class Client:
         self._keepalive_seconds = keepalive_seconds
         self._tls = tls
         self._busy: set[Connection] = set()
-        self._idle: dict[Origin, list[Connection]] = {}
+        self._idle: defaultdict[Origin, list[Connection]] = defaultdict(list)
         """The longest idle first."""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -135,22 +184,38 @@ class Client:
     def num_idle(self) -> int:
         return sum(map(len, self._idle.values()))
 
-    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Response:
-        """The answer, whatever its status. Raises ClientError; ValueError for a URL or headers that cannot be sent."""
-        target = _target(url)
-        head = _head(method, target, headers, body)
+    async def request(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, due: float | None = None
+    ) -> Response:
+        """The answer, begun, whatever its status. Raises ClientError; ValueError for a URL or headers that cannot be
+        sent."""
+        lines = header_lines(headers.items())
         while True:
-            connection = self._kept(target.origin) or await self._connect(target.origin)
-            self._busy.add(connection)
+            response = await self.send(method, url, lines, body, due)
             try:
-                await connection.exchange(head, body or b"")
-                return Response(self, target.origin, connection)
+                await response.begun(due)
+                return response
             except BaseException as error:
-                self._busy.discard(connection)
-                connection.close()
+                response.close()
                 if not (isinstance(error, Disconnected) and error.stale and method == "GET"):
                     raise
                 # A GET may be sent twice; a connection just made is never stale, so that this ends.
+
+    async def send(
+        self, method: str, url: str, lines: str, body: bytes | None = None, due: float | None = None
+    ) -> Response:
+        """Send a request with these headers, as `header_lines` writes them; nothing of the answer is waited for."""
+        target = _target(url)
+        head = _head(method, target, lines, body)
+        connection = self._kept(target.origin) or await self._connect(target.origin)
+        self._busy.add(connection)
+        try:
+            await connection.send(head, body or b"", due)
+        except BaseException:
+            self._busy.discard(connection)
+            connection.close()
+            raise
+        return Response(self, target.origin, connection)
 
     def put_back(self, origin: Origin, connection: Connection) -> None:
         """For responses: this one is done with its connection."""
@@ -158,7 +223,7 @@ class Client:
         if not connection.finish():
             return
         connection.idle_since = self._loop.time()
-        self._idle.setdefault(origin, []).append(connection)
+        self._idle[origin].append(connection)
         if self._timer is None:
             self._timer = self._loop.call_later(self._keepalive_seconds, self._close_idle)
 
@@ -186,20 +251,19 @@ class Client:
         oldest = self._loop.time() - self._keepalive_seconds
         while kept:
             connection = kept.pop()
-            if connection.finish():
-                if connection.idle_since > oldest:
-                    return connection
-                connection.close()
+            if connection.is_reusable and connection.idle_since > oldest:
+                return connection
+            connection.close()
         return None
 
     def _close_idle(self) -> None:
         """Close those that were idle for long enough, and come back when the next one will be."""
         oldest = self._loop.time() - self._keepalive_seconds
-        kept: dict[Origin, list[Connection]] = {}
+        kept: defaultdict[Origin, list[Connection]] = defaultdict(list)
         for origin, connections in self._idle.items():
             for connection in connections:
                 if connection.idle_since > oldest and connection.is_open:
-                    kept.setdefault(origin, []).append(connection)
+                    kept[origin].append(connection)
                 else:
                     connection.close()
         self._idle = kept
@@ -236,15 +300,19 @@ def _target(text: str) -> Target:
     return Target(origin, line, f"Authorization: Basic {user}\r\n")
 
 
-def _head(method: str, target: Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
-    """Everything before the body. What came in a client's headers and is no text goes out as the bytes it was."""
-    lines = [f"{method} {target.line}"]
-    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    if body is not None:
-        lines.append(f"Content-Length: {len(body)}\r\n")
-    if target.authorization and not any(name.lower() == "authorization" for name in headers):
-        lines.append(target.authorization)
+def header_lines(headers: Iterable[tuple[str, str]]) -> str:
+    """Headers as they are sent. Raises ValueError for one that would be more than a line."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers]
     text = "".join(lines)
-    if not text.count("\r") == text.count("\n") == len(lines) + 1 or "\0" in text:  # two lines are in the first
+    if not text.count("\r") == text.count("\n") == len(lines) or "\0" in text:
         raise ValueError("a header of more than one line")
-    return f"{text}\r\n".encode("utf-8", "surrogateescape")
+    return text
+
+
+def _head(method: str, target: Target, lines: str, body: bytes | None) -> bytes:
+    """Everything before the body. What came in a client's headers and is no text goes out as the bytes it was."""
+    length = "" if body is None else f"Content-Length: {len(body)}\r\n"
+    user = target.authorization
+    if user and "\nauthorization:" in f"\n{lines}".lower():
+        user = ""
+    return f"{method} {target.line}{lines}{length}{user}\r\n".encode("utf-8", "surrogateescape")

@@ -11,6 +11,7 @@ ClientError             an exchange that did not come to its end
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Final, cast
 
 from httptools import HttpParserError, HttpResponseParser
@@ -77,30 +78,44 @@ class Connection(asyncio.Protocol):
         self._num_buffered = 0
         self._num_barren = 0
         self._must_not_write = False
+        self._wants_much = False
+        """Whoever waits need not be told of each part."""
+        self._is_given_up = False
 
     # What a request does with it.
 
-    async def exchange(self, head: bytes, body: bytes) -> None:
-        """Send a request, and wait for the headers of its answer. Raises ClientError."""
+    # `due` is when to stop waiting, in event loop time; it raises TimeoutError then.
+
+    async def send(self, head: bytes, body: bytes, due: float | None = None) -> None:
+        """Write a request. Raises ClientError."""
         if not self.is_open:
             raise Disconnected(stale=self._reused)
         self._begin()
         if len(body) < IN_ONE_PIECE_BYTES:
             self._transport.write(head + body)
         else:
-            await self._send_slices(head, body)
-        while not self.status:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+            await self._send_slices(head, body, due)
 
-    async def readany(self) -> bytes:
+    async def begun(self, due: float | None = None) -> None:
+        """Wait for the headers of the answer."""
+        while not self.status:
+            await self._wait(due)
+
+    async def readany(self, due: float | None = None) -> bytes:
         """What has come of the body, as soon as anything has; b"" at its end."""
         while not (data := self.take()) and not self.done:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+            await self._wait(due)
         return data
+
+    async def readmany(self, due: float | None = None) -> bytes:
+        """What is left of the body, or as much of it as is held at a time; b"" at its end."""
+        self._wants_much = True
+        try:
+            while not self.done and self._num_buffered <= MAX_BUFFERED_BYTES:
+                await self._wait(due)
+        finally:
+            self._wants_much = False
+        return self.take()
 
     def take(self) -> bytes:
         """What has come of the body; b"" if nothing has."""
@@ -114,6 +129,11 @@ class Connection(asyncio.Protocol):
         self._num_buffered = 0
         return data
 
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another request may follow, once it is idle."""
+        return self._reusable and self.is_open
+
     def finish(self) -> bool:
         """Nobody wants more of the answer. Whether another request may follow; else the connection is closed."""
         if self.done and self._reusable and not self._must_not_write and not self._transport.is_closing():
@@ -122,17 +142,23 @@ class Connection(asyncio.Protocol):
         self.close()
         return False
 
+    def give_up(self) -> None:
+        """Have whoever waits, now or next, stop waiting as if it were time."""
+        self._is_given_up = True
+        self._wake()
+
     def close(self) -> None:
         """At once: an engine must see that nobody waits, even if it has not read all of the request."""
+        self._reusable = False
         self._transport.abort()
 
     def _begin(self) -> None:
         self.done = False
         self.status = 0
-        self._has_begun = self._ends_by_close = False
+        self._has_begun = self._ends_by_close = self._is_given_up = False
         self._num_barren = 0
 
-    async def _send_slices(self, head: bytes, body: bytes) -> None:
+    async def _send_slices(self, head: bytes, body: bytes, due: float | None) -> None:
         """No faster than the peer reads, and letting others have their turn."""
         self._transport.write(head)
         view = memoryview(body)
@@ -140,7 +166,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(view[start : start + SLICE_BYTES])
             await asyncio.sleep(0)
             while self._must_not_write and not self._is_decided:
-                await self._wait()
+                await self._wait(due)
             if self._is_decided:  # the peer will not read the rest
                 self._reusable = False
                 return
@@ -150,12 +176,20 @@ class Connection(asyncio.Protocol):
         """Whether sending more would change nothing."""
         return self.done or self.status >= 400 or self._error is not None
 
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
+    async def _wait(self, due: float | None) -> None:
+        """Until something happens. Raises what keeps the answer from coming."""
+        if self._error is not None:
+            raise self._error
+        if self._is_given_up:
+            raise TimeoutError
+        waiter = self._waiter = self._loop.create_future()
+        timer = None if due is None else self._loop.call_at(due, _expire, waiter)
         try:
-            await self._waiter
+            await waiter
         finally:
             self._waiter = None
+            if timer is not None:
+                timer.cancel()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -184,7 +218,8 @@ class Connection(asyncio.Protocol):
             self._num_barren += len(data)
             if self._num_barren > MAX_BARREN_BYTES:
                 self._fail("too much beside the body")
-        self._wake()
+        if not self._wants_much or self.done or self._num_buffered > MAX_BUFFERED_BYTES or self._error is not None:
+            self._wake()
 
     def eof_received(self) -> None:
         self._peer_closed()
@@ -239,7 +274,7 @@ class Connection(asyncio.Protocol):
             raise ValueError("a status that nobody asked for")
         if status < 200:
             return
-        if sum(len(name) + len(value) for name, value in self._pairs) > MAX_BARREN_BYTES:
+        if sum(map(len, chain.from_iterable(self._pairs))) > MAX_BARREN_BYTES:
             raise ValueError("headers too long")
         headers = self.headers = CIMultiDictProxy(CIMultiDict(self._pairs))
         if "Transfer-Encoding" in headers:
@@ -255,3 +290,8 @@ class Connection(asyncio.Protocol):
             self.done = True
             self._reusable = self._reusable and self._parser.should_keep_alive()
             self._reused = True
+
+
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from router.statement import EngineStatement, EngineURL
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-
-
-def _engine_url(value: str) -> str:
-    parts = urlsplit(value)
-    try:
-        port_is_good = parts.port != 0
-    except ValueError:
-        port_is_good = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good or parts.query or parts.fragment:
-        raise ValueError(f"{value!r} is not an engine's address; give it as http://HOST:PORT")
-    return value.rstrip("/").removesuffix("/v1")
 
 
 def _redis_url(value: str) -> str:
@@ -40,7 +32,7 @@ def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
-EngineURLs = Annotated[tuple[Annotated[str, AfterValidator(_engine_url)], ...], AfterValidator(_distinct)]
+EngineURLs = Annotated[tuple[EngineURL, ...], AfterValidator(_distinct)]
 
 
 class RouterConfig(BaseModel):
@@ -54,6 +46,9 @@ class RouterConfig(BaseModel):
     """URL of a prefill engine. With none, decode engines prefill for themselves."""
     decode: Annotated[EngineURLs, Field(min_length=1)]
     """URL of a decode engine."""
+    engines: Mapping[EngineURL, EngineStatement] = Field(default_factory=dict)
+    """What is stated of engines, by URL, in place of having it found out: kind, block_size, bidirectional,
+    streams_carry_params, tokenize, api_key_file."""
     redis: Annotated[str, AfterValidator(_redis_url)] = "redis://127.0.0.1:6379/0"
     """Redis or Valkey with the conversation records. A cache: without it turns are answered, but not remembered."""
     redis_timeout: Seconds = 0.05
@@ -74,6 +69,8 @@ class RouterConfig(BaseModel):
     """What clients write that only router and engines may say to each other: leave it out, or answer 400."""
     expose_transfer_params: bool = False
     """For debugging: leave in the answers what engines tell the router only. It names their memory and addresses."""
+    status: bool = True
+    """Answer GET /admin/status, which names engines and what they can do."""
     explain: bool = True
     """Answer X-Backhaul-Explain: 1. The headers name engines, and tell whether a prompt was in a cache."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
@@ -86,6 +83,10 @@ class RouterConfig(BaseModel):
     many as it computes in the time a prefill leg takes apart from computing, as measured."""
     tokenize_timeout: Seconds = 2.0
     """Seconds an engine has to tell the ids of a prompt, so that they can be compared with those of the last turn."""
+    idle_kv_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of a decode engine's KV blocks, how much conversations may hold that are not being served; beyond, the oldest
+    are given back. 1: as much as there is. Default: 0.5 for vLLM, which keeps them whoever needs the room; 1 for ours,
+    which do not."""
     prefill_fallback: Literal["fail", "decode"] = "fail"
     """When no prefill engine can be had: answer 503, or let the decode engine prefill for itself."""
     affinity_slack: Annotated[int, Field(ge=0)] = 4
@@ -94,6 +95,9 @@ class RouterConfig(BaseModel):
     """Seconds to connect to an engine."""
     prefill_timeout: Seconds = 120.0
     """Seconds for the whole prefill leg, queueing included."""
+    pull_timeout: Seconds = 30.0
+    """Seconds for a prefill leg that was offered the last turn's KV; then it is sent again without. An engine that
+    cannot have the blocks may wait for them much longer than it takes to compute them."""
     first_byte_timeout: Seconds = 120.0
     """Seconds until a streamed answer begins, from sending the decode leg."""
     idle_timeout: Seconds = 60.0
@@ -116,3 +120,9 @@ class RouterConfig(BaseModel):
     """Write {"url", "pid"} here once the router listens."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+
+    @model_validator(mode="after")
+    def _engines_are_ours(self) -> Self:
+        if strange := [url for url in self.engines if url not in (*self.prefill, *self.decode)]:
+            raise ValueError(f"engines: {strange[0]} is given neither as prefill nor as decode")
+        return self

@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from aiohttp import web
 
+from router.background import Background, InFlight
 from router.breakeven import BreakEven
 from router.config import RouterConfig
+from router.holdings import Holdings
 from router.metrics import Metrics
 from router.pool import Pool
+from router.release import Releases
 from router.running import Running
 from router.store import Store
 from router.sweep import Sweeper
 from router.upstream import Upstream
-
-T = TypeVar("T")
-
-
-class Background:
-    """Short work that outlives the request it began with; waited for a little at the end, then cancelled."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._tasks
-
-    def start(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def settle(self, seconds: float) -> None:
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=seconds)
-            for task in late:
-                task.cancel()
-
-
-class InFlight:
-    """How many turns are being served."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def __enter__(self) -> None:
-        self.count += 1
-        self._idle.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self.count -= 1
-        if self.count == 0:
-            self._idle.set()
-
-    async def end(self) -> None:
-        """Wait until none is."""
-        await self._idle.wait()
 
 
 @dataclass(slots=True)
@@ -73,11 +27,13 @@ class Router:
     pool: Pool
     upstream: Upstream
     store: Store
+    releases: Releases
     sweeper: Sweeper
+    holdings: Holdings
     break_even: BreakEven
+    background: Background
     turns: InFlight = field(default_factory=InFlight)
     running: Running = field(default_factory=Running)
-    background: Background = field(default_factory=Background)
     draining: bool = False
     """Set by SIGTERM: /ready says no, connections are not kept, requests are still served."""
 

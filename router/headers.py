@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Mapping
 from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from connectors.wire.note import LEG_HEADER
+from router.client import header_lines
 
 HOP_BY_HOP: Final = frozenset(
     {
@@ -51,32 +52,29 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")  # longer ones our engines would re
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's id for the request if it can be passed on and logged, else a new one."""
     given = headers.get("X-Request-Id", "")
-    return given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if _GOOD_ID.fullmatch(given) else os.urandom(16).hex()
 
 
-def onward(headers: CIMultiDictProxy[str], request_id: str, leg: str | None = None) -> CIMultiDict[str]:
-    """Headers of a leg. Answers are asked for uncompressed: between neighbours it would cost more than it saves."""
+def onward(headers: CIMultiDictProxy[str], request_id: str, leg: str | None = None) -> str:
+    """Headers of a leg, as they are sent. Answers are asked for uncompressed: between neighbours it would cost more
+    than it saves."""
     passed = _passing(headers, _NOT_ONWARD)
-    passed["Content-Type"] = "application/json"
-    passed["Accept-Encoding"] = "identity"
-    passed["X-Request-Id"] = request_id
+    passed += [("Content-Type", "application/json"), ("Accept-Encoding", "identity"), ("X-Request-Id", request_id)]
     if leg is not None:
-        passed[LEG_HEADER] = leg
-    return passed
+        passed.append((LEG_HEADER, leg))
+    return header_lines(passed)
 
 
 def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Headers of the decode engine's answer that go to the client; the body is passed on decompressed."""
-    return _passing(headers, _NOT_BACK)
+    return CIMultiDict(_passing(headers, _NOT_BACK))
 
 
-def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> CIMultiDict[str]:
+def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> list[tuple[str, str]]:
     if "Connection" in headers:
         stopped |= {name.strip().lower() for value in headers.getall("Connection") for name in value.split(",")}
-    return CIMultiDict(
-        [
-            (name, value)
-            for name, value in headers.items()
-            if (low := name.lower()) not in stopped and not low.startswith(OURS)
-        ]
-    )
+    return [
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in stopped and not low.startswith(OURS)
+    ]

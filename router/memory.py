@@ -2,24 +2,26 @@
 
 The last turn's decode engine has offered its blocks; the offer is one of three things at any time: *in hand* here,
 given to a prefill engine (which pulls or releases), or back in the store. However the turn ends, it ends in one of the
-last two, or the blocks are released. Only what dies with this process, or with Redis, waits for the end of its lease.
+last two, or the blocks are released. Only what dies with this process, or with Redis, waits for the end of its lease,
+and what its engine has no way to be told.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from array import array
 from typing import Final
 
 from connectors.wire.openai import APIError
 from connectors.wire.transfer import KVTransferParams
+from router import lessons
 from router.answer import Answer
 from router.context import Router
 from router.ids import ID_TYPE
 from router.record import Record
+from router.release import is_ours
 from router.request import Turn
-from router.store import Claimed
+from router.store import Claimed, Saved
 from router.upstream import EngineFault
 from router.verify import verify
 
@@ -32,6 +34,7 @@ async def recall(router: Router, turn: Turn) -> None:
     past = turn.past
     past.claimed = claimed = await router.store.claim(turn.conversation.find)
     if claimed is not None:
+        router.holdings.taken(claimed.key)
         turn.report.turn = claimed.record.turn + 1
         past.in_hand = claimed.offer is not None
         past.why = "no_offer"
@@ -56,7 +59,7 @@ async def compare(router: Router, turn: Turn) -> None:
             record.token_ids,
             array(ID_TYPE, past.prompt_ids),
             least=router.config.kv_recompute_threshold,
-            block_size=router.config.kv_block_size,
+            block_size=router.pool.block_size(record.decode) or router.config.kv_block_size,
         )
         past.num_known, past.offer, past.why = found.num_known, found.offer, found.why
     elif is_ours(offer) and offer.remote_block_hashes:
@@ -99,14 +102,45 @@ def take_back(router: Router, turn: Turn, error: APIError) -> None:
     if not isinstance(error, EngineFault) or error.unsent or error.status == 503:
         past.in_hand = True
     else:
-        release(router, past.claimed.offer)
+        release(router, past.claimed.offer, may_be_read=error.kind != "status")
         past.lose()
 
 
 async def remember(router: Router, turn: Turn, answer: Answer) -> None:
-    """File what the next turn needs, and what this one leaves of the last. Goes on if the client leaves meanwhile."""
-    turn.report.see_usage(answer.seen)
-    await asyncio.shield(router.background.start(_file(router, turn, answer, _take_offer(answer))))
+    """File what the next turn needs, and what this one leaves of the last; done also if the client leaves meanwhile."""
+    report, seen = turn.report, answer.seen
+    report.see_usage(seen)
+    offer = _take_offer(answer)
+    if turn.engine is not None:
+        lessons.from_decode(router, turn, turn.engine, seen, offer)
+    goes_on = seen.finished and not turn.several and turn.alone != "beam_search"
+    key = _key(turn, answer) if goes_on else None
+    if key is None or report.decode is None:
+        release(router, offer)
+        return
+    prompt = array(ID_TYPE, seen.prompt_token_ids or turn.past.prompt_ids or ())
+    output = seen.output_token_ids if seen.output_ids_complete and prompt else ()
+    ttl = router.config.conversation_ttl
+    if offer is not None and offer.remote_blocks_ttl is not None:
+        ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
+    record = Record(
+        turn=report.turn,
+        prefill=report.prefill,
+        decode=report.decode,
+        deadline=time.time() + ttl,
+        token_ids=prompt + array(ID_TYPE, output),
+        media=turn.media,
+    )
+
+    def filed(saved: Saved) -> None:
+        turn.remembered = saved.kept
+        for orphan in saved.orphans:
+            release(router, orphan)
+        if saved.kept and offer is not None and all(orphan is not offer for orphan in saved.orphans):
+            router.sweeper.watch(key, saved.stamp, record.deadline)
+            router.holdings.saved(key, saved.stamp, record.decode, offer, record.deadline)
+
+    filed(await router.store.save(key, record, offer, left=filed))
 
 
 def let_go(router: Router, answer: Answer) -> None:
@@ -120,48 +154,16 @@ def _take_offer(answer: Answer) -> KVTransferParams | None:
     return params if params is not None and params.do_remote_decode else None
 
 
-async def _file(router: Router, turn: Turn, answer: Answer, offer: KVTransferParams | None) -> None:
-    report, past, seen = turn.report, turn.past, answer.seen
-    goes_on = seen.finished and not turn.several and turn.alone != "beam_search"
-    key = _key(turn, answer) if goes_on else None
-    if key is None or report.decode is None:
-        release(router, offer)
-        return
-    prompt = array(ID_TYPE, seen.prompt_token_ids or past.prompt_ids or ())
-    output = seen.output_token_ids if seen.output_ids_complete and prompt else ()
-    ttl = router.config.conversation_ttl
-    if offer is not None and offer.remote_blocks_ttl is not None:
-        ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
-    record = Record(
-        turn=report.turn,
-        prefill=report.prefill,
-        decode=report.decode,
-        deadline=time.time() + ttl,
-        token_ids=prompt + array(ID_TYPE, output),
-        media=turn.media,
-    )
-    saved = await router.store.save(key, record, offer)
-    turn.remembered = saved.kept
-    for orphan in saved.orphans:
-        release(router, orphan)
-    if saved.kept and offer is not None and is_ours(offer):
-        router.sweeper.watch(key, saved.stamp, record.deadline)
-
-
 def _key(turn: Turn, answer: Answer) -> str | None:
     conversation = turn.conversation
     return conversation.find if conversation.named else conversation.file_under(answer.message)
 
 
-def release(router: Router, blocks: KVTransferParams | None) -> None:
-    """Give blocks back that nobody will read, in the background. Engines that do not offer it free them by lease."""
-    if blocks is not None and is_ours(blocks):
-        router.background.start(router.upstream.release(blocks))
-
-
-def is_ours(blocks: KVTransferParams) -> bool:
-    """Whether a Backhaul engine holds them: it compares hashes, refuses stale claims, and takes releases."""
-    return blocks.kv_layout is not None
+def release(router: Router, blocks: KVTransferParams | None, *, may_be_read: bool = False) -> None:
+    """Give blocks back that nobody will read, in the background. `may_be_read`: an engine was given them, and may not
+    be done with them."""
+    if blocks is not None:
+        router.releases.start(blocks, may_be_read=may_be_read)
 
 
 def settle(router: Router, turn: Turn) -> None:
@@ -179,3 +181,6 @@ def settle(router: Router, turn: Turn) -> None:
 async def _put_back(router: Router, claimed: Claimed) -> None:
     if not await router.store.put_back(claimed):
         release(router, claimed.offer)
+    elif claimed.offer is not None:
+        record = claimed.record
+        router.holdings.saved(claimed.key, claimed.stamp, record.decode, claimed.offer, record.deadline)

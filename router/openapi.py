@@ -9,6 +9,7 @@ from aiohttp import web
 
 from connectors.wire.openapi import OBJECT, PATH, Json, Operation, document, kind
 from router import jsontext
+from router.admin import STATUS_PATH
 from router.api import passthrough
 from router.api.abort import MAX_REQUEST_IDS
 from router.upstream import ABORT_PATH
@@ -73,6 +74,7 @@ OPERATIONS: Final = (
     Operation("get", "/health", "200 while the process lives.", answer=OBJECT),
     Operation("get", "/ready", "Whether new requests should come here.", answer=OBJECT, unready=OBJECT),
     Operation("get", "/metrics", "Prometheus metrics."),
+    Operation("get", STATUS_PATH, "The engines, what they can do, and what is done without.", answer=OBJECT),
     Operation("get", PATH, "This document.", answer=OBJECT),
 )
 

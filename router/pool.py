@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import orjson
 
-from router.client import Client
+from router.capabilities import OURS
+from router.client import Client, Response
 from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout
+from router.known import Known
 from router.plan import EngineView
+from router.probe import Probe, kind_of
+from router.statement import EngineStatement
 
 Role = Literal["prefill", "decode"]
 State = Literal["unknown", "ready", "down"]
 
-OURS: Final = "backhaul"
-"""What our engines say in `owned_by` of a model card."""
 FIRST_RETRY_SECONDS: Final = 0.1
 FAILURES_UNTIL_DOWN: Final = 3  # a busy engine may miss a probe; one that refuses connections is down at once
 
@@ -30,51 +32,44 @@ log = logging.getLogger("router.pool")
 class Engine:
     """One engine in one role, for as long as the router runs."""
 
-    def __init__(self, url: str, role: Role) -> None:
+    def __init__(self, url: str, role: Role, stated: EngineStatement | None = None) -> None:
+        stated = stated or EngineStatement()
         self.url = url
         self.role = role
+        self.known = Known(url, role, stated.capabilities())
+        self.headers = stated.headers()
+        """For questions of our own."""
         self.state: State = "unknown"
         self.models: Mapping[str, Mapping[str, Any]] = {}
         """Model cards by name, as last listed."""
         self.in_flight = 0
         self.dispatched = 0
         self.failures = 0
-        self._waits: set[asyncio.Timeout] = set()
+        self.waits: set[Response] = set()
+        """Answers not begun, whose callers could as well ask another engine."""
         self.doubt = asyncio.Event()
         """Set to have the engine looked at before the next look is due."""
 
     def view(self) -> EngineView:
-        return EngineView(self.url, self.state == "ready", frozenset(self.models), self.in_flight, self.dispatched)
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count one request as in flight, however it ends."""
-        self.in_flight += 1
-        self.dispatched += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+        return EngineView(
+            self.url,
+            self.state == "ready",
+            frozenset(self.models),
+            self.in_flight,
+            self.dispatched,
+            self.known.now,
+            self.known.pulls,
+        )
 
     def is_ours(self, model: str) -> bool:
         """Whether it is a Backhaul engine, which understands more than the engines of others."""
-        return self.models.get(model, {}).get("owned_by") == OURS
-
-    @contextmanager
-    def awaited(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Someone waits for it, within this limit, who could as well ask another engine."""
-        self._waits.add(limit)
-        try:
-            yield
-        finally:
-            self._waits.discard(limit)
+        stated = self.known.stated.kind
+        return stated == OURS if stated else self.models.get(model, {}).get("owned_by") == OURS
 
     def let_down(self) -> None:
         """It does not answer at all: end those waits now."""
-        now = asyncio.get_running_loop().time()
-        for limit in self._waits:
-            if not limit.expired():
-                limit.reschedule(now)
+        for response in self.waits:
+            response.give_up()
 
     def turn_to(self, state: State, why: str) -> None:
         if state != self.state:
@@ -94,12 +89,13 @@ class Pool:
         decode: Sequence[str],
         probe_interval: float,
         probe_timeout: float,
+        stated: Mapping[str, EngineStatement] = MappingProxyType({}),
     ) -> None:
         self._client = client
         self._interval = probe_interval
         self._timeout = probe_timeout
-        self.prefill = tuple(Engine(url, "prefill") for url in prefill)
-        self.decode = tuple(Engine(url, "decode") for url in decode)
+        self.prefill = tuple(Engine(url, "prefill", stated.get(url)) for url in prefill)
+        self.decode = tuple(Engine(url, "decode", stated.get(url)) for url in decode)
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -113,13 +109,21 @@ class Pool:
         return next(engine for engine in (self.prefill if role == "prefill" else self.decode) if engine.url == url)
 
     def one_ready(self, model: str, *, rather: Sequence[str | None]) -> Engine | None:
-        """An engine to ask something that any can answer; one of `rather` if it can be."""
-        able = [engine for engine in self.engines if engine.state == "ready" and model in engine.models]
+        """An engine to ask for the ids of a prompt; one of `rather` if it can be."""
+        able = [
+            engine
+            for engine in self.engines
+            if engine.state == "ready" and model in engine.models and engine.known.now.tokenize is not False
+        ]
         return min(
             able,
             key=lambda one: (one.failures > 0, one.url not in rather, one.role != "prefill", one.in_flight),
             default=None,
         )
+
+    def block_size(self, url: str) -> int | None:
+        """Of the decode engine there, if it is known."""
+        return next((engine.known.now.block_size for engine in self.decode if engine.url == url), None)
 
     def decodes_ours(self, model: str) -> bool:
         """Whether all engines that may decode for this model are Backhaul's."""
@@ -161,19 +165,31 @@ class Pool:
     async def _look(self, engine: Engine) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                with await self._client.request("GET", f"{engine.url}/v1/models", {}) as answer:
+                with await self._client.request("GET", f"{engine.url}/v1/models", engine.headers) as answer:
                     if answer.status != 200:
                         return self._missed(engine, f"status {answer.status} for /v1/models")
-                    engine.models = _cards(await answer.read(MAX_CARDS_BYTES))
+                    cards = _cards(await answer.read(MAX_CARDS_BYTES))
         except (ClientError, TimeoutError, ValueError) as error:
             if isinstance(error, ConnectFailed) and not isinstance(error, ConnectTimeout):
                 engine.turn_to("down", "connection refused")
             else:
                 self._missed(engine, type(error).__name__)
         else:
+            await self._discover(engine, cards)
+            engine.models = cards
             engine.failures = 0
             engine.turn_to("ready", "lists " + (", ".join(engine.models) or "no model"))
         return None
+
+    async def _discover(self, engine: Engine, cards: Mapping[str, Mapping[str, Any]]) -> None:
+        """Find out what it can do, where it may be another engine than at the last look."""
+        if engine.state == "down":
+            engine.known.forget()
+        if engine.known.stale or engine.failures or engine.state != "ready" or cards.keys() != engine.models.keys():
+            probe = Probe(self._client, engine.url, engine.headers, self._timeout)
+            only_prefills = engine.role == "prefill" and all(other.url != engine.url for other in self.decode)
+            found = await probe.run(engine.known.stated.kind or kind_of(cards), only_prefills=only_prefills)
+            engine.known.found(found, complete=probe.is_complete)
 
     def _missed(self, engine: Engine, why: str) -> None:
         engine.failures += 1

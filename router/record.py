@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from connectors.wire.transfer import KVTransferParams
 from router import jsontext
 
+FEW_BLOCKS: Final = 16
+"""Up to so many are written as JSON: to pack them would take longer and save nothing."""
 MAX_TURN: Final = 2**31 - 1
 
 _VERSION: Final = 2
@@ -115,12 +117,13 @@ def pack_offer(params: KVTransferParams) -> bytes:
     packed: list[bytes] = []
     aside = {"prompt_token_ids"}
     facts: dict[str, Any] = {"groups": None, "id_bytes": 1, "hashes": None, "hash_bytes": 1}
-    if params.remote_block_ids is not None and (ids := _as_numbers(params.remote_block_ids)) is not None:
+    few = sum(map(len, params.remote_block_ids or ())) < FEW_BLOCKS
+    if not few and params.remote_block_ids is not None and (ids := _as_numbers(params.remote_block_ids)) is not None:
         facts["groups"] = [len(group) for group in params.remote_block_ids]
         facts["id_bytes"], data = _pack_numbers(ids)
         packed.append(data)
         aside.add("remote_block_ids")
-    if params.remote_block_hashes and (hashes := _pack_hashes(params.remote_block_hashes)) is not None:
+    if not few and params.remote_block_hashes and (hashes := _pack_hashes(params.remote_block_hashes)) is not None:
         facts["hashes"] = len(params.remote_block_hashes)
         facts["hash_bytes"] = len(hashes) // len(params.remote_block_hashes)
         packed.append(hashes)
@@ -160,14 +163,12 @@ def _pack_numbers(numbers: array[int]) -> tuple[int, bytes]:
 
     Planes of bytes rather than one number after the other: they are cut and joined by strided copies.
     """
+    width = max(1, (max(numbers, default=0).bit_length() + 7) // 8)
     if sys.byteorder == "big":
         numbers = array(_ITEM, numbers)
         numbers.byteswap()
     raw = numbers.tobytes()
-    planes = [raw[plane::_ITEM_BYTES] for plane in range(_ITEM_BYTES)]
-    while len(planes) > 1 and planes[-1].count(0) == len(planes[-1]):
-        planes.pop()
-    return len(planes), b"".join(planes)
+    return width, b"".join([raw[plane::_ITEM_BYTES] for plane in range(width)])
 
 
 def _unpack_numbers(data: bytes, width: int, count: int) -> array[int]:

@@ -35,6 +35,10 @@ class StreamRelay:
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets for these bytes. Raises SSEError if they cannot be a stream of events."""
+        answer = self.answer
+        if not (self.done or answer.must_read(chunk) or sse.DONE in chunk) and (num_events := self._parser.skip(chunk)):
+            answer.pass_by(chunk, num_events)
+            return chunk
         return b"".join([self._pass(event) for event in self._parser.feed(chunk)])
 
     def finish(self, error: Mapping[str, Any] | None = None) -> bytes:
@@ -55,7 +59,7 @@ class StreamRelay:
             return b""
         answer = self.answer
         if not answer.must_read(event.data):
-            answer.pass_by(event.data)
+            answer.pass_by(event.raw, 1)
             return event.raw
         try:
             body = jsontext.loads(event.data)

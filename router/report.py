@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, Literal
 
 from router.answer import Seen
@@ -17,6 +18,8 @@ _LOGGED: Final = (
     *("request_id", "endpoint", "model", "outcome", "status", "turn", "reason", "attempts", "prefill", "decode"),
     *("kv", "handoff", "prompt_tokens", "cached_tokens", "pulled_tokens", "computed_tokens", "completion_tokens"),
 )
+_logged: Final = attrgetter(*_LOGGED)
+_tokens: Final = attrgetter(*(f"{kind}_tokens" for kind in TOKEN_KINDS))
 
 log = logging.getLogger("router.turn")
 
@@ -111,15 +114,16 @@ class Report:
     def settle(self, metrics: Metrics) -> None:
         """Count the turn and log its line. Nothing in it comes from the prompt or the answer."""
         seconds = time.monotonic() - self.started
-        metrics.turns.labels(self.endpoint, self.outcome).inc()
-        metrics.turn_seconds.labels(self.endpoint).observe(seconds)
+        metrics.turns.add(self.endpoint, self.outcome)
+        metrics.turn_seconds.observe(self.endpoint, seconds)
         if self.first_byte is not None:
-            metrics.first_byte_seconds.labels(self.endpoint).observe(self.first_byte)
-        for kind in TOKEN_KINDS:
-            if count := getattr(self, f"{kind}_tokens"):
-                metrics.tokens.labels(kind).inc(count)
+            metrics.first_byte_seconds.observe(self.endpoint, self.first_byte)
+        for kind, count in zip(TOKEN_KINDS, _tokens(self), strict=True):
+            if count:
+                metrics.tokens.add(kind, by=count)
         if log.isEnabledFor(logging.INFO):
-            fields = {name: value for name in _LOGGED if (value := getattr(self, name)) is not None}
+            told = zip(_LOGGED, _logged(self), strict=True)
+            fields = {name: value for name, value in told if value is not None}
             if self.first_byte is not None:
                 fields["first_byte_ms"] = round(1000 * self.first_byte, 1)
             fields["ms"] = round(1000 * seconds, 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams
@@ -60,8 +59,8 @@ class Turn:
     """Serves the turn."""
     body: dict[str, Any]
     """The client's, without what only router and engines may say to each other."""
-    headers: CIMultiDict[str]
-    """For the legs."""
+    headers: str
+    """For the legs, as they are sent."""
     name: str
     """What engines know its legs by; nobody else does."""
     model: str
@@ -85,6 +84,8 @@ class Turn:
     """Engines that failed this turn."""
     faults: Counter[str] = field(default_factory=Counter)
     """How many, by role."""
+    excused: bool = False
+    """A decode engine has failed it at the blocks it was given, and was asked again."""
     engine: Engine | None = None
     """Works on it now."""
     aborted: bool = False
@@ -104,7 +105,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     tenant = tenant_of(router, request)
     scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
-    leg = secrets.token_hex(16)
+    leg = os.urandom(16).hex()
     return Turn(
         endpoint=endpoint,
         name=leg,

@@ -40,8 +40,8 @@ class ResponseAnswer:
     def must_read(self, data: bytes) -> bool:
         return _MARKS.search(data) is not None
 
-    def pass_by(self, data: bytes) -> None:
-        self._num_events += 1  # what is in it, the last event repeats
+    def pass_by(self, raw: bytes, num_events: int) -> None:
+        self._num_events += num_events  # what is in it, the last event repeats
 
     def take(self, body: dict[str, Any]) -> bool:
         self._num_events += 1

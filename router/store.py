@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import os
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from redis.exceptions import NoScriptError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from connectors.wire.transfer import KVTransferParams
-from router.connections import Connections
 from router.metrics import Metrics
 from router.record import Record, pack_offer, unpack_offer
+from router.redis_link import Command, Late, Link
 from router.scripts import CLAIM, DROP, PUT_BACK, SAVE, TAKE_OFFER, Script
 
-MAX_CONNECTIONS: Final = 64
-MAX_PENDING: Final = 1024
-"""Commands at a time, those included that nobody waits for any more."""
 FAULTS_UNTIL_PAUSE: Final = 3
 PAUSE_SECONDS: Final = 1.0
-LATE_SECONDS: Final = 1.0
-"""How long after its timeout the reply to a command is still read, to undo what it did."""
 MAX_TTL_MS: Final = 2**40
 STAMP_BYTES: Final = 16
 
-T = TypeVar("T")
+_NONE: Final = object()
+"""No reply."""
 
 log = logging.getLogger("router.store")
 
@@ -60,12 +55,6 @@ class Saved:
     """Of this save; empty if it was not kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    reply: Any = None
-    error: Exception | None = None
-
-
 class Store:
     """Claims and saves records, each in one exchange of at most `timeout` seconds.
 
@@ -74,20 +63,11 @@ class Store:
     so that turns do not all wait for a dead one.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 0.05,
-        metrics: Metrics,
-        max_record_bytes: int = 4 << 20,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        self._timeout = timeout
+    def __init__(self, url: str, *, timeout: float = 0.05, metrics: Metrics, max_record_bytes: int = 4 << 20) -> None:
+        """Raises ValueError for a URL that is none."""
         self._metrics = metrics
         self._max_record_bytes = max_record_bytes
-        self._connections = Connections(url, limit=max_connections, patience=timeout)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._link = Link(url, timeout=timeout)
         self._faults = 0
         self._paused_until = 0.0
         self._refused: set[str] = set()
@@ -97,161 +77,134 @@ class Store:
         if key is None:
             return None
 
-        async def give_back(reply: Any) -> None:
+        def give_back(reply: Any, _: bool) -> None:
             match reply:
                 case [_, bytes() as offered, bytes() as stamp, _]:
-                    await self._send(PUT_BACK, key, stamp, offered)
+                    self._start(PUT_BACK, key, stamp, offered)
 
-        outcome = await self._run("claim", lambda: self._send(CLAIM, key), give_back, takes=True)
-        if outcome is None:
+        reply = await self._run("claim", CLAIM, key, late=give_back)
+        if reply is _NONE:
             return None
-        claimed, result = _read(key, outcome.reply)
+        claimed, result = _read(key, reply)
         self._count("claim", result)
         if claimed is None and result == "unreadable":
-            self._start(self._attempt(lambda: self._send(DROP, key, _stamp(outcome.reply))))
+            self._start(DROP, key, _stamp(reply))
         return claimed
 
-    async def save(self, key: str, record: Record, offer: KVTransferParams | None) -> Saved:
-        """Put the record into the store until its deadline; a record of a higher turn stays."""
+    async def save(
+        self,
+        key: str,
+        record: Record,
+        offer: KVTransferParams | None,
+        left: Callable[[Saved], None] = lambda _: None,
+    ) -> Saved:
+        """Put the record into the store until its deadline; a record of a higher turn stays. If the caller is cancelled
+        it is saved all the same, and `left` gets what came of it."""
         given = () if offer is None else (offer,)
+        lost = Saved(False, given)
         remaining_ms = int(1000 * (record.deadline - time.time()))
         if remaining_ms <= 0:
             self._count("save", "late")
-            return Saved(False, given)
+            return lost
         data, offered = record.pack(), _packed(offer)
         fits = len(data) + len(offered) <= self._max_record_bytes
         if not fits:
             data, offered = replace(record, token_ids=array("I"), media=()).pack(), b""
-        stamp = secrets.token_bytes(STAMP_BYTES)
+        stamp = os.urandom(STAMP_BYTES)
+
+        def saved(reply: Any) -> Saved:
+            match reply:
+                case [1, replaced]:
+                    self._count("save", "ok" if fits else "oversize")
+                    orphans = () if (old := _unpacked(replaced)) is None else (old,)
+                    return Saved(True, orphans if offered else (*orphans, *given), stamp)
+                case [0, _]:
+                    self._count("save", "older")
+                case _ if reply is not _NONE and not isinstance(reply, Exception):
+                    self._count("save", "unreadable")
+            return lost
+
+        def late(reply: Any, cancelled: bool) -> None:
+            if cancelled:
+                left(saved(reply))
+            elif not isinstance(reply, Exception):
+                self._start(TAKE_OFFER, key, stamp)
+
         ttl_ms = min(remaining_ms, MAX_TTL_MS)
-        outcome = await self._run(
-            "save",
-            lambda: self._send(SAVE, key, record.turn, stamp, ttl_ms, data, offered),
-            lambda _: self._send(TAKE_OFFER, key, stamp),
-        )
-        if outcome is None:
-            return Saved(False, given)
-        match outcome.reply:
-            case [1, replaced]:
-                self._count("save", "ok" if fits else "oversize")
-                orphans = () if (old := _unpacked(replaced)) is None else (old,)
-                return Saved(True, orphans if offered else (*orphans, *given), stamp)
-            case [0, _]:
-                self._count("save", "older")
-            case _:
-                self._count("save", "unreadable")
-        return Saved(False, given)
+        return saved(await self._run("save", SAVE, key, record.turn, stamp, ttl_ms, data, offered, late=late))
 
     async def put_back(self, claimed: Claimed) -> bool:
         """Leave the claimed offer to the next turn. False if its record is no longer there: then release it."""
         if claimed.offer is None:
             return True
         key, stamp, offered = claimed.key, claimed.stamp, _packed(claimed.offer)
-        outcome = await self._run(
-            "put_back",
-            lambda: self._send(PUT_BACK, key, stamp, offered),
-            lambda _: self._send(TAKE_OFFER, key, stamp),
-        )
-        if outcome is None:
+
+        def take_again(reply: Any, cancelled: bool) -> None:
+            if reply == 1 and not cancelled:
+                self._start(TAKE_OFFER, key, stamp)
+
+        reply = await self._run("put_back", PUT_BACK, key, stamp, offered, late=take_again)
+        if reply is _NONE:
             return False
-        self._count("put_back", "ok" if outcome.reply == 1 else "gone")
-        return bool(outcome.reply == 1)
+        self._count("put_back", "ok" if reply == 1 else "gone")
+        return bool(reply == 1)
 
     async def take_offer(self, key: str, stamp: bytes) -> KVTransferParams | None:
         """The offer saved with this stamp, if nobody has claimed it; the record stays."""
 
-        async def give_back(reply: Any) -> None:
-            if reply is not None:
-                await self._send(PUT_BACK, key, stamp, reply)
+        def give_back(reply: Any, _: bool) -> None:
+            if isinstance(reply, bytes):
+                self._start(PUT_BACK, key, stamp, reply)
 
-        outcome = await self._run("take_offer", lambda: self._send(TAKE_OFFER, key, stamp), give_back, takes=True)
-        if outcome is None:
+        reply = await self._run("take_offer", TAKE_OFFER, key, stamp, late=give_back)
+        if reply is _NONE:
             return None
-        offer = _unpacked(outcome.reply)
-        result = "gone" if outcome.reply is None else "unreadable" if offer is None else "ok"
-        self._count("take_offer", result)
+        offer = _unpacked(reply)
+        self._count("take_offer", "gone" if reply is None else "unreadable" if offer is None else "ok")
         return offer
 
+    @property
+    def num_pending(self) -> int:
+        """Commands under way, those included that nobody waits for any more."""
+        return self._link.num_pending
+
     async def ping(self) -> bool:
-        return await self._run("ping", lambda: self._connections.execute("PING"), None) is not None
+        reply = await _reply(self._link.send("PING"))
+        if isinstance(reply, Exception):
+            self._failed("ping", reply)
+            return False
+        self._answered("ping")
+        return True
 
     async def close(self) -> None:
         """Wait for commands under way, for `timeout` and a little more at most."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=self._timeout + LATE_SECONDS)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=LATE_SECONDS)
-        await self._connections.close()
+        await self._link.close()
 
-    async def _send(self, script: Script, key: str, *arguments: bytes | int) -> Any:
-        try:
-            return await self._connections.execute("EVALSHA", script.sha, 1, key, *arguments)
-        except NoScriptError:
-            return await self._connections.execute("EVAL", script.text, 1, key, *arguments)
+    def _start(self, script: Script, key: str, *arguments: bytes | int) -> None:
+        """Without waiting for it. By its text: who forgets scripts would have to be asked twice."""
+        if not self._link.is_full:
+            self._link.send("EVAL", script.text, 1, key, *arguments)
 
-    async def _run(
-        self,
-        op: str,
-        command: Callable[[], Awaitable[Any]],
-        undo: Callable[[Any], Awaitable[Any]] | None,
-        *,
-        takes: bool = False,
-    ) -> _Outcome | None:
-        """The command's reply, or None: then it counts as not done, which `undo` makes true of a late one.
-
-        A command that `takes` something out of the store is undone too if its caller is cancelled meanwhile.
-        """
-        if time.monotonic() < self._paused_until or len(self._tasks) >= MAX_PENDING:
+    async def _run(self, op: str, script: Script, key: str, *arguments: bytes | int, late: Late) -> Any:
+        """The reply, or `_NONE`: then it counts as not done, which `late` makes true of one that comes later."""
+        if time.monotonic() < self._paused_until or self._link.is_full:
             self._count(op, "skipped")
-            return None
-        task = self._start(self._attempt(command))
-        try:
-            in_time = await _ends_within(task, self._timeout)
-        except asyncio.CancelledError:
-            if takes:
-                self._undo(task, undo)
-            raise
-        if not in_time:
-            self._undo(task, undo)
-            self._fault(op, "timeout", "TimeoutError")
-            return None
-        outcome = task.result()
-        if outcome.error is None:
+            return _NONE
+        reply = await _reply(self._link.send("EVALSHA", script.sha, 1, key, *arguments, late=late))
+        if isinstance(reply, NoScriptError):
+            reply = await _reply(self._link.send("EVAL", script.text, 1, key, *arguments, late=late))
+        if isinstance(reply, Exception):
+            return self._failed(op, reply)
+        if self._faults or self._refused:
             self._answered(op)
-            return outcome
-        kind = type(outcome.error).__name__
-        if isinstance(outcome.error, ResponseError):
-            self._refusal(op, kind)
+        return reply
+
+    def _failed(self, op: str, error: Exception) -> object:
+        if isinstance(error, ResponseError):
+            self._refusal(op, type(error).__name__)
         else:
-            slow = isinstance(outcome.error, TimeoutError | RedisTimeoutError)
-            self._fault(op, "timeout" if slow else "error", kind)
-        return None
-
-    async def _attempt(self, command: Callable[[], Awaitable[Any]]) -> _Outcome:
-        try:
-            async with asyncio.timeout(self._timeout + LATE_SECONDS):
-                return _Outcome(await command())
-        except Exception as error:  # of whatever kind: a server may say anything, and it is a miss
-            return _Outcome(error=error)
-
-    def _undo(self, task: asyncio.Task[_Outcome], undo: Callable[[Any], Awaitable[Any]] | None) -> None:
-        if undo is None:
-            return
-
-        async def follow() -> None:
-            await asyncio.wait({task})
-            if not task.cancelled() and (outcome := task.result()).error is None:
-                await self._attempt(lambda: undo(outcome.reply))
-
-        self._start(follow())
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            self._fault(op, "timeout" if isinstance(error, TimeoutError) else "error", type(error).__name__)
+        return _NONE
 
     def _answered(self, op: str) -> None:
         if self._faults:
@@ -288,35 +241,16 @@ class Store:
             )
 
     def _count(self, op: str, result: str) -> None:
-        self._metrics.store_operations.labels(op, result).inc()
+        self._metrics.store_operations.add(op, result)
 
 
-async def _ends_within(task: asyncio.Task[Any], seconds: float) -> bool:
-    """Time in which this process itself was busy does not count: the reply may be here, and only has to be read."""
-    loop = asyncio.get_running_loop()
-    limit = loop.time() + seconds
-    await _end_or_time(task, seconds)
-    if not task.done() and (overslept := loop.time() - limit) > 0:
-        await _end_or_time(task, min(overslept, seconds))
-    return task.done()
-
-
-async def _end_or_time(task: asyncio.Task[Any], seconds: float) -> None:
-    """`asyncio.wait` for one task, at a third of its cost."""
-    loop = asyncio.get_running_loop()
-    over = loop.create_future()
-
-    def wake(_: object = None) -> None:
-        if not over.done():
-            over.set_result(None)
-
-    timer = loop.call_later(seconds, wake)
-    task.add_done_callback(wake)
+async def _reply(command: Command) -> Any:
+    """The reply, or an exception as a value."""
     try:
-        await over
-    finally:
-        timer.cancel()
-        task.remove_done_callback(wake)
+        return await command.future
+    except asyncio.CancelledError:
+        command.leave()
+        raise
 
 
 def _read(key: str, reply: Any) -> tuple[Claimed | None, str]:

@@ -26,7 +26,7 @@ LEAD_SHARE: Final = 1 / 8
 """Of a short life, at most so much."""
 LOOK_SECONDS: Final = 1.0
 """At most this long between two looks at the clock, which somebody may set."""
-RELEASE_SECONDS: Final = 5.0
+RELEASE_SECONDS: Final = 10.0
 
 log = logging.getLogger("router.sweep")
 
@@ -38,10 +38,17 @@ class Sweeper:
     """
 
     def __init__(
-        self, store: Store, release: Callable[[KVTransferParams], Awaitable[None]], *, limit: int = MAX_WATCHED
+        self,
+        store: Store,
+        release: Callable[[KVTransferParams], Awaitable[None]],
+        *,
+        due: Callable[[str], None] = lambda _: None,
+        limit: int = MAX_WATCHED,
     ) -> None:
+        """`due` is told each key just before what is still there is taken."""
         self._store = store
         self._release = release
+        self._is_due = due
         self._limit = limit
         self._heap: list[tuple[float, str, bytes]] = []
         self._newest: dict[str, bytes] = {}
@@ -108,6 +115,7 @@ class Sweeper:
         return True
 
     async def _let_go(self, key: str, stamp: bytes) -> None:
+        self._is_due(key)
         offer = await self._store.take_offer(key, stamp)
         if offer is None:
             return

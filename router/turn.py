@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from typing import Any, Final
 
 from aiohttp import web
@@ -13,19 +14,19 @@ from connectors.wire import sse
 from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
-from router import headers, jsontext, memory
+from router import headers, jsontext, lessons, memory
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router
 from router.plan import Facts, Plan, make_plan
 from router.pool import Engine
 from router.relay import StreamRelay
+from router.release import is_ours
 from router.report import Report
 from router.request import Turn, read_turn
-from router.upstream import EngineFault, Stream, gone_for_now
+from router.upstream import Decoding, EngineFault, gone_for_now
 
 MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
-LEAVING_SECONDS: Final = 0.5
 UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it
 
 log = logging.getLogger("router.turn")
@@ -91,6 +92,8 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
                     prefilled = await prefill(router, turn, plan, plan.prefill)
                 return await decode(router, request, turn, plan, prefilled)
             except EngineFault as fault:
+                if prefilled is not None and prefilled.params is not None:
+                    excuse(turn, fault)
                 retry(router, turn, fault)
                 if not fault.unsent:
                     prefilled = None  # a decode engine may have read the blocks, and they can be read once
@@ -112,7 +115,8 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
         last_decode=record.decode if record else None,
         num_new=past.num_new,
         why=past.why,
-        refuses=past.claimed is not None and past.claimed.offer is not None and memory.is_ours(past.claimed.offer),
+        scale_out=turn.endpoint.name == "generate",
+        refuses=past.claimed is not None and past.claimed.offer is not None and is_ours(past.claimed.offer),
     )
     return make_plan(
         facts,
@@ -134,20 +138,30 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     offer = memory.give(turn) if plan.pull else None
     body = turn.endpoint.prefill_leg(turn.body, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
     turn.engine = engine
-    leg = asyncio.create_task(
-        router.upstream.prefill(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
-    )
+
+    def left(prefilled: Prefilled | None) -> None:
+        # What the engine was offered it may not have looked at.
+        memory.release(router, offer if prefilled is None else prefilled.params, may_be_read=True)
+
     try:
-        prefilled = await asyncio.shield(leg)
-    except asyncio.CancelledError:
-        router.background.start(leave(router, leg, offer))
-        raise
+        with engine.known.given_blocks() if offer is not None else nullcontext():
+            prefilled = await router.upstream.prefill(
+                engine,
+                turn.endpoint.path,
+                body,
+                turn.headers,
+                deadline=_prefill_deadline(router, turn, offer),
+                left=left,
+            )
     except APIError as error:
         if offer is not None:
             memory.take_back(router, turn, error)
             if isinstance(error, EngineFault):
-                error.may_be_offer = error.kind in ("status", "params") and error.status != 503
+                error.may_be_blocks = error.kind in ("status", "params", "timeout") and error.status != 503
+                if error.kind == "timeout":
+                    lessons.from_pull_that_hung(engine)
         raise
+    lessons.from_prefill(turn, engine, prefilled, offer)
     turn.blocks = prefilled.params
     turn.engine = None
     if turn.aborted:
@@ -155,23 +169,10 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     if offer is not None:
         turn.past.lose()
     if prefilled.params is None:
-        router.metrics.handoff_missing.labels(turn.endpoint.name).inc()
+        router.metrics.handoff_missing.add(turn.endpoint.name)
     elif (num_computed := report.see_prefill(prefilled)) is not None:
         router.break_even.observe(num_computed, prefilled.seconds)
     return prefilled
-
-
-async def leave(router: Router, leg: asyncio.Task[Prefilled], offer: KVTransferParams | None) -> None:
-    """End a prefill leg nobody waits for. An answer may be on its way, and only it says which blocks to give back;
-    a prompt that takes longer is aborted by closing the connection. What it was offered may not have been looked at."""
-    await asyncio.wait([leg], timeout=LEAVING_SECONDS)
-    leg.cancel()
-    try:
-        prefilled = await leg
-    except (asyncio.CancelledError, APIError):
-        memory.release(router, offer)
-        return
-    memory.release(router, prefilled.params)
 
 
 async def decode(
@@ -188,7 +189,9 @@ async def decode(
         report.kv = plan.kv
     elif prefilled.prompt_token_ids:
         ids = prefilled.prompt_token_ids
-    router.metrics.plans.labels(plan.reason, report.kv or "").inc()
+    router.metrics.plans.add(plan.reason, report.kv or "")
+    if plan.lack is not None:
+        router.metrics.lowered.add(*plan.lack)
     params = prefilled.params if prefilled else None
     if params is None:
         params = alone_params(router, turn, plan, engine)
@@ -199,14 +202,18 @@ async def decode(
     if body.get(TOKEN_NOTE) == OUTPUT:
         answer.seen.prompt_token_ids = ids
     turn.engine = engine
-    leg = router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
+    leg = await router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
     try:
-        async with leg as stream:
-            turn.blocks = None
-            if turn.body.get("stream") and stream.is_events:
-                return await pass_on(router, request, turn, stream, answer)
-            return await pass_whole(router, turn, stream, answer)
+        if turn.body.get("stream"):
+            await leg.begun()
+            if leg.is_events:
+                turn.blocks = None
+                return await pass_on(router, request, turn, leg, answer)
+        return await pass_whole(router, turn, leg, answer)
     finally:
+        if leg.is_accepted:
+            turn.blocks = None
+        leg.end()
         memory.let_go(router, answer)
 
 
@@ -222,17 +229,17 @@ def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTr
     return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
 
 
-async def pass_whole(router: Router, turn: Turn, stream: Stream, answer: Answer) -> web.Response:
-    body = await stream.whole()
+async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) -> web.Response:
+    body = await leg.whole(turn.deadline)
     turn.answered = True
     answer.take(body)
     await memory.remember(router, turn, answer)
     turn.report.outcome = "ok"
-    return web.Response(body=jsontext.dumps(body), headers=_answer_headers(turn, stream))
+    return web.Response(body=jsontext.dumps(body), headers=_answer_headers(turn, leg))
 
 
 async def pass_on(
-    router: Router, request: web.Request, turn: Turn, stream: Stream, answer: Answer
+    router: Router, request: web.Request, turn: Turn, leg: Decoding, answer: Answer
 ) -> web.StreamResponse:
     """Send the events on as they come. Once the first has left there is no way back: what fails then ends the
     stream with an error event."""
@@ -240,21 +247,21 @@ async def pass_on(
     response = web.StreamResponse()
     failure: dict[str, Any] | None = None
     try:
-        async for chunk in stream.chunks():
+        while chunk := await leg.chunk():
             out = relay.feed(chunk)
             if not response.prepared:
                 if answer.seen.error is not None:
-                    raise stream.refusal(answer.seen.error)
+                    raise leg.refusal(answer.seen.error)
                 if out:
-                    await _begin(request, response, turn, stream, answer)
+                    await _begin(request, response, turn, leg, answer)
             if out:
                 await _send(request, response, turn, out)
             if relay.done:
                 break
         if not response.prepared:
             if not relay.done:
-                raise stream.ended_early()
-            await _begin(request, response, turn, stream, answer)
+                raise leg.ended_early()
+            await _begin(request, response, turn, leg, answer)
     except ConnectionResetError:
         raise
     except asyncio.CancelledError:
@@ -272,7 +279,21 @@ async def pass_on(
     turn.report.outcome = "ok" if relay.complete else "cut"
     await _send(request, response, turn, end)
     await response.write_eof()
+    if relay.complete:
+        await leg.drain()
     return response
+
+
+def excuse(turn: Turn, fault: EngineFault) -> None:
+    """A decode engine that was given blocks has failed, perhaps only at having them. Once in a turn that says nothing
+    against it: the prompt is prefilled again, for the same one."""
+    parked = fault.kind == "timeout" and fault.engine.failures == 0  # it still answers others
+    if (
+        fault.engine.role == "decode"
+        and not turn.excused
+        and (parked or (fault.kind == "status" and fault.status == 500))
+    ):
+        turn.excused = fault.may_be_blocks = True
 
 
 def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
@@ -280,9 +301,9 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
 
     One that broke off is asked again if there is no other and it may never have seen the request.
     """
-    if fault.may_be_offer:
-        # Likely the load of the last turn's blocks failed, which says nothing against the engine. They are gone now.
-        router.metrics.retries.labels("prefill").inc()
+    if fault.may_be_blocks:
+        # Likely it could not load the blocks it was given, which says nothing against the engine. They are gone now.
+        router.metrics.retries.add(fault.engine.role)
         return
     turn.faults[fault.engine.role] += 1
     if turn.faults[fault.engine.role] == MAX_FAULTS:
@@ -294,7 +315,7 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
         turn.avoid.discard(fault.engine.url)
         if not fault.stale or not _can_go_on(router, turn):
             raise gone_for_now(fault.engine) from fault
-    router.metrics.retries.labels(fault.engine.role).inc()
+    router.metrics.retries.add(fault.engine.role)
     failed = {"role": fault.engine.role, "engine": fault.engine.url, "fault": fault.kind}
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
 
@@ -317,23 +338,28 @@ def _can_go_on(router: Router, turn: Turn) -> bool:
     return True
 
 
+def _prefill_deadline(router: Router, turn: Turn, offer: KVTransferParams | None) -> float:
+    """An engine that waits for blocks which do not come may do so for minutes; without them it would have computed."""
+    if offer is None:
+        return turn.deadline
+    return min(turn.deadline, asyncio.get_running_loop().time() + router.config.pull_timeout)
+
+
 def _stale(router: Router, prefilled: Prefilled) -> bool:
     age = asyncio.get_running_loop().time() - prefilled.answered_at
     return age > router.config.dispatch_deadline
 
 
-def _answer_headers(turn: Turn, stream: Stream) -> CIMultiDict[str]:
-    passed = headers.back(stream.headers)
+def _answer_headers(turn: Turn, leg: Decoding) -> CIMultiDict[str]:
+    passed = headers.back(leg.response.headers)
     if turn.explain:
         passed.extend(turn.report.explain())
     return passed
 
 
-async def _begin(
-    request: web.Request, response: web.StreamResponse, turn: Turn, stream: Stream, answer: Answer
-) -> None:
+async def _begin(request: web.Request, response: web.StreamResponse, turn: Turn, leg: Decoding, answer: Answer) -> None:
     turn.report.see_start(answer.seen)
-    response.headers.extend(_answer_headers(turn, stream))
+    response.headers.extend(_answer_headers(turn, leg))
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
     await response.prepare(request)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 from yarl import URL
 
 from connectors.wire.openai import APIError
@@ -22,6 +20,7 @@ from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
 from router.api.legs import Body, Prefilled
+from router.background import Background
 from router.clean import TRANSFER_KEYS
 from router.client import Client, Response
 from router.client_protocol import ClientError, ConnectFailed, Disconnected, TooLarge
@@ -33,9 +32,11 @@ MAX_ANSWER_BYTES: Final = 256 << 20
 RELEASE_SECONDS: Final = 1.0
 ABORT_PATH: Final = "/inference/v1/abort_requests"
 DRAIN_SECONDS: Final = 0.5
+LEAVING_SECONDS: Final = 0.5
+NO_MODEL: Final = "NotFoundError"  # what engines say of a model they do not have; of a path they say something else
 LEAVING: Final = "shutting down"  # what our engine's 503 says then
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
-JSON: Final = {"Content-Type": "application/json"}
+JSON: Final = "Content-Type: application/json\r\n"
 
 FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]
 
@@ -50,8 +51,8 @@ class EngineFault(APIError):
         self.kind = kind
         self.stale = False
         """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
-        self.may_be_offer = False
-        """It answered, and may have failed only at the blocks that it was offered."""
+        self.may_be_blocks = False
+        """It may have failed only at having the blocks that it was given."""
 
     @property
     def unsent(self) -> bool:
@@ -59,55 +60,109 @@ class EngineFault(APIError):
         return self.kind == "unreachable"
 
 
-class Stream:
-    """A decode engine's answer, once its status is known to be good. What breaks while reading it is EngineFault."""
+class Leg:
+    """One request of a turn to an engine: counted while it lasts, and timed. `end` it in any case.
 
-    def __init__(
-        self, upstream: Upstream, engine: Engine, response: Response, first_byte: float, deadline: float
-    ) -> None:
-        self.headers = response.headers
-        self._engine = engine
+    What the network does to it is EngineFault, counted.
+    """
+
+    def __init__(self, upstream: Upstream, engine: Engine, due: float) -> None:
+        """`due`: when its answer must have begun, in event loop time."""
+        self.response: Response
         self._upstream = upstream
-        self._response = response
-        self._first_byte = first_byte
+        self._engine = engine
+        self._due = due
+        self.started = upstream.loop.time()
+        engine.in_flight += 1
+        engine.dispatched += 1
+
+    async def send(self, path: str, body: Body, headers: str) -> None:
+        try:
+            self.response = await self._upstream.send(self._engine, path, body, headers, self._due)
+        except (ClientError, TimeoutError) as error:
+            raise self._upstream.fault_of(self._engine, error) from error
+        self._engine.waits.add(self.response)
+
+    async def whole(self, due: float | None = None) -> dict[str, Any]:
+        """The answer as JSON, if it is a good one."""
+        try:
+            return await self._upstream.good_object(self._engine, self.response, due or self._due)
+        except (ClientError, TimeoutError) as error:
+            raise self._upstream.fault_of(self._engine, error) from error
+
+    def end(self) -> None:
+        """Leaving early cuts the connection, which aborts the request there."""
+        engine = self._engine
+        engine.in_flight -= 1
+        if (response := getattr(self, "response", None)) is not None:
+            engine.waits.discard(response)
+            response.release()
+        self._upstream.metrics.leg_seconds.observe(engine.role, self._upstream.loop.time() - self.started)
+
+
+class Decoding(Leg):
+    """A decode leg, whose answer may be a stream."""
+
+    def __init__(self, upstream: Upstream, engine: Engine, due: float, deadline: float) -> None:
+        super().__init__(upstream, engine, due)
         self._deadline = deadline
+        self._has_begun = False
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the engine has begun a good answer: it has seen what it was given."""
+        return self.response.status == 200
 
     @property
     def is_events(self) -> bool:
-        return self._response.content_type == "text/event-stream"
+        return self.response.content_type == "text/event-stream"
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Only waiting for the engine is timed, not what the caller does in between."""
-        loop = asyncio.get_running_loop()
-        due, begun = self._first_byte, False
-        with self._upstream.faults(self._engine):
-            while True:
-                if not (chunk := self._response.take()):
-                    async with asyncio.timeout_at(due) as limit:
-                        with nullcontext() if begun else self._engine.awaited(limit):
-                            chunk = await self._response.readany()
-                    if not chunk:
-                        return
-                begun = True
-                yield chunk
-                due = min(loop.time() + self._upstream.idle_timeout, self._deadline)
+    async def begun(self) -> None:
+        """Wait for its status to be good."""
+        engine, response, upstream = self._engine, self.response, self._upstream
+        try:
+            await response.begun(self._due)
+            if response.status != 200:
+                raise await upstream.refusal_in(engine, response, self._due)
+        except (ClientError, TimeoutError) as error:
+            raise upstream.fault_of(engine, error) from error
 
-    async def whole(self) -> dict[str, Any]:
-        """The body as JSON, for an answer that comes in one piece."""
-        with self._upstream.faults(self._engine):
-            async with asyncio.timeout_at(self._deadline) as limit:
-                with self._engine.awaited(limit):
-                    return _json_object(self._engine, self._response, await _read(self._engine, self._response))
+    async def chunk(self) -> bytes:
+        """What has come of the body; b"" at its end. Only waiting for the engine is timed, not what the caller does in
+        between."""
+        response = self.response
+        if not (data := response.take()):
+            if self._has_begun:
+                self._due = min(self._upstream.loop.time() + self._upstream.idle_timeout, self._deadline)
+            try:
+                data = await response.readany(self._due)
+            except (ClientError, TimeoutError) as error:
+                raise self._upstream.fault_of(self._engine, error) from error
+        if not self._has_begun:
+            self._has_begun = True
+            self._engine.waits.discard(response)
+        return data
+
+    async def drain(self) -> None:
+        """Read the little after the end of a stream, so that the connection can be used again."""
+        if self.response.has_ended:
+            return
+        due = self._upstream.loop.time() + DRAIN_SECONDS
+        try:
+            while await self.response.readany(due) and self._upstream.loop.time() < due:
+                pass
+        except (ClientError, TimeoutError):
+            pass  # then it is closed
 
     def refusal(self, error: Mapping[str, Any]) -> APIError:
         """The error an engine sent as an event, before anything else, as if it had come with a status."""
         code = error.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        return self._upstream.counted(_refusal(self._engine, status, _known_fields(error)))
+        return self._upstream.refusal(self._engine, status, _known_fields(error))
 
     def ended_early(self) -> APIError:
         """The stream was over before it began."""
-        return self._upstream.counted(_fault(self._engine, "nonsense", 502, "answered nothing"))
+        return self._upstream.fault(self._engine, "nonsense", 502, "answered nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +177,7 @@ class Upstream:
         client: Client,
         pool: Pool,
         metrics: Metrics,
+        background: Background,
         *,
         prefill_timeout: float,
         first_byte_timeout: float,
@@ -129,26 +185,59 @@ class Upstream:
         tokenize_timeout: float,
         seals: SealKeys | None = None,
     ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.metrics = metrics
+        self.idle_timeout = idle_timeout
         self._client = client
         self._pool = pool
-        self._metrics = metrics
+        self._background = background
         self._prefill_timeout = prefill_timeout
         self._first_byte_timeout = first_byte_timeout
-        self.idle_timeout = idle_timeout
         self._tokenize_timeout = tokenize_timeout
         self._seals = seals
 
     async def prefill(
-        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
+        self,
+        engine: Engine,
+        path: str,
+        body: Body,
+        headers: str,
+        *,
+        deadline: float,
+        left: Callable[[Prefilled | None], None],
     ) -> Prefilled:
-        """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time."""
-        started = asyncio.get_running_loop().time()
-        due = min(started + self._prefill_timeout, deadline)
-        with self._timed(engine), self.faults(engine):
-            async with asyncio.timeout_at(due) as limit:
-                with engine.awaited(limit), await self._post(engine, path, body, headers) as response:
-                    answer = _json_object(engine, response, await _read(engine, response))
-        answered_at = asyncio.get_running_loop().time()
+        """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time.
+
+        If the caller is cancelled meanwhile, an answer may be on its way, and only it says which blocks to give back:
+        `left` gets it, or None if it does not come soon; the request is aborted then, by closing the connection.
+        """
+        leg = Leg(self, engine, min(self.loop.time() + self._prefill_timeout, deadline))
+        ends_here = True
+        try:
+            await leg.send(path, body, headers)
+            try:
+                return self._prefilled(engine, await leg.whole(), leg.started)
+            except asyncio.CancelledError:
+                ends_here = False
+                self._background.start(self._leave(engine, leg, left))
+                raise
+        finally:
+            if ends_here:
+                leg.end()
+
+    async def _leave(self, engine: Engine, leg: Leg, left: Callable[[Prefilled | None], None]) -> None:
+        prefilled = None
+        try:
+            answer = await self.good_object(engine, leg.response, self.loop.time() + LEAVING_SECONDS)
+            prefilled = self._prefilled(engine, answer, leg.started)
+        except (APIError, ClientError, TimeoutError):
+            pass
+        finally:
+            leg.end()
+            left(prefilled)
+
+    def _prefilled(self, engine: Engine, answer: Mapping[str, Any], started: float) -> Prefilled:
+        answered_at = self.loop.time()
         return Prefilled(
             engine=engine.url,
             params=_params_for_decode(engine, answer.get("kv_transfer_params")),
@@ -157,107 +246,144 @@ class Upstream:
             seconds=answered_at - started,
         )
 
-    @asynccontextmanager
-    async def decode(
-        self, engine: Engine, path: str, body: Body, headers: Mapping[str, str], *, deadline: float
-    ) -> AsyncIterator[Stream]:
-        """The decode leg: a good answer, open. Leaving early cuts the connection, which aborts the request there."""
+    async def decode(self, engine: Engine, path: str, body: Body, headers: str, *, deadline: float) -> Decoding:
+        """The decode leg, sent."""
         # An answer in one piece begins only when it is complete: then the turn's own deadline is the limit.
-        now = asyncio.get_running_loop().time()
-        first_byte = min(now + self._first_byte_timeout, deadline) if body.get("stream") else deadline
-        with self._timed(engine):
-            with self.faults(engine):
-                async with asyncio.timeout_at(first_byte) as limit:
-                    with engine.awaited(limit):
-                        response = await self._post(engine, path, body, headers)
-            with response:
-                yield Stream(self, engine, response, first_byte, deadline)
-                await _drain(response)
+        due = min(self.loop.time() + self._first_byte_timeout, deadline) if body.get("stream") else deadline
+        leg = Decoding(self, engine, due, deadline)
+        try:
+            await leg.send(path, body, headers)
+        except BaseException:
+            leg.end()
+            raise
+        return leg
 
-    async def tokenize(self, engine: Engine, query: Body, headers: Mapping[str, str]) -> list[int] | None:
+    async def tokenize(self, engine: Engine, query: Body, headers: str) -> list[int] | None:
         """The ids of a prompt; None if they cannot be had. What may be wrong with the request, its legs will say."""
         ids = None
+        due = self.loop.time() + self._tokenize_timeout
         try:
-            async with asyncio.timeout(self._tokenize_timeout):
-                with await self._post(engine, "/tokenize", query, headers) as response:
-                    ids = ids_or_none(_json_object(engine, response, await _read(engine, response)).get("tokens"))
+            with await self.send(engine, "/tokenize", query, headers, due) as response:
+                ids = ids_or_none((await self.good_object(engine, response, due)).get("tokens"))
+            engine.known.saw("tokenize", True)
         except (APIError, ClientError, TimeoutError) as error:
+            if isinstance(error, APIError) and error.status in (404, 405) and error.type != NO_MODEL:
+                engine.known.saw("tokenize", False)
             log.info("prompt not tokenized", extra={"engine": engine.url, "why": type(error).__name__})
-        self._metrics.tokenizations.labels("failed" if ids is None else "ok").inc()
+        self.metrics.tokenizations.add("failed" if ids is None else "ok")
         return ids
 
-    async def ask(self, engine: Engine, method: str, target: URL, body: Body | None, headers: CIMultiDict[str]) -> Told:
+    async def ask(self, engine: Engine, method: str, target: URL, body: Body | None, headers: str) -> Told:
         """A request that is no turn: the engine's good answer as it is, or APIError. `target` is path and query."""
-        with self.faults(engine):
-            async with asyncio.timeout(self._prefill_timeout):
-                url = str(URL(engine.url).join(target))
-                data = None if body is None else jsontext.dumps_request(body)
-                with await _good(engine, await self._client.request(method, url, headers, data)) as response:
-                    return Told(response.headers, await _read(engine, response))
+        due = self.loop.time() + self._prefill_timeout
+        url = str(URL(engine.url).join(target))
+        data = None if body is None else jsontext.dumps_request(body)
+        try:
+            with await self._client.send(method, url, headers, data, due) as response:
+                text = await self._good(engine, response, due)
+                return Told(response.headers, text)
+        except (ClientError, TimeoutError) as error:
+            raise self.fault_of(engine, error) from error
 
     async def abort(self, engine: Engine, name: str) -> bool:
         """Whether the engine has ended the leg of this name: its answer comes to its end by itself. Raises APIError."""
         body: Body = {"request_ids": [name]}
-        headers = JSON if self._seals is None else {**JSON, SEAL_HEADER: self._seals.seal(ABORT_PATH, body)}
-        with self.faults(engine):
-            async with asyncio.timeout(RELEASE_SECONDS):
-                with await self._post(engine, ABORT_PATH, body, headers) as response:
-                    answer = _json_object(engine, response, await _read(engine, response))
+        headers = JSON
+        if self._seals is not None:
+            headers += f"{SEAL_HEADER}: {self._seals.seal(ABORT_PATH, body)}\r\n"
+        due = self.loop.time() + RELEASE_SECONDS
+        try:
+            with await self.send(engine, ABORT_PATH, body, headers, due) as response:
+                answer = await self.good_object(engine, response, due)
+        except (ClientError, TimeoutError) as error:
+            raise self.fault_of(engine, error) from error
         return bool(answer.get("aborted"))  # one of ours may be several there
 
     async def release(self, params: KVTransferParams) -> None:
         """Tell the owner of blocks that nobody will read them. Best effort: otherwise their lease ends by itself."""
         host, port = params.remote_host or "", params.remote_port
         lease = {"engine_id": params.remote_engine_id, "request_id": params.remote_request_id}
+        due = self.loop.time() + RELEASE_SECONDS
         try:
             url = str(URL.build(scheme="http", host=host, port=port, path="/kv/release"))
-            async with asyncio.timeout(RELEASE_SECONDS):
-                with await self._client.request("POST", url, JSON, jsontext.dumps(lease)) as response:
-                    result = "ok" if response.status == 200 else "refused"
+            with await self._client.send("POST", url, JSON, jsontext.dumps(lease), due) as response:
+                await response.read(MAX_ANSWER_BYTES, due)
+                result = "ok" if response.status == 200 else "refused"
         except (ClientError, TimeoutError, ValueError):  # or no host at all
             result = "failed"
-        self._metrics.releases.labels(result).inc()
+        self.metrics.releases.add(result)
 
-    async def _post(self, engine: Engine, path: str, body: Body, headers: Mapping[str, str]) -> Response:
-        """A good answer, which the caller releases."""
-        if self._seals is not None and any(key in body for key in TRANSFER_KEYS):
-            headers = CIMultiDict(headers)  # not a dict, which would keep one of several values
-            headers[SEAL_HEADER] = self._seals.seal(path, body)
-        data = jsontext.dumps_request(body)
-        return await _good(engine, await self._client.request("POST", engine.url + path, headers, data))
+    async def send(self, engine: Engine, path: str, body: Body, headers: str, due: float) -> Response:
+        """Send a request, sealed if it has to be. Raises ClientError."""
+        if self._seals is not None and ("kv_transfer_params" in body or "ec_transfer_params" in body):
+            headers = f"{headers}{SEAL_HEADER}: {self._seals.seal(path, body)}\r\n"
+        return await self._client.send("POST", engine.url + path, headers, jsontext.dumps_request(body), due)
 
-    @contextmanager
-    def _timed(self, engine: Engine) -> Iterator[None]:
-        started = time.monotonic()
+    async def good_object(self, engine: Engine, response: Response, due: float) -> dict[str, Any]:
+        """The answer's JSON, if its status says that it is good. Raises APIError, ClientError."""
+        text = await self._good(engine, response, due)
+        if not response.is_json:
+            raise self.fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
         try:
-            with engine.request():
-                yield
-        finally:
-            self._metrics.leg_seconds.labels(engine.role).observe(time.monotonic() - started)
+            body = jsontext.loads(text)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise self.fault(engine, "nonsense", 502, "answered with broken JSON")
+        return body
 
-    @contextmanager
-    def faults(self, engine: Engine) -> Iterator[None]:
-        """Turn what the network does to an exchange with an engine into EngineFault, counted."""
+    async def _good(self, engine: Engine, response: Response, due: float) -> bytes:
         try:
-            yield
-        except EngineFault as fault:
-            raise self.counted(fault) from None
-        except ConnectFailed as error:
+            text = await response.read(MAX_ANSWER_BYTES, due)
+        except TooLarge:
+            raise self.fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes") from None
+        if response.status != 200:
+            raise self.refusal(engine, response.status, _error_fields(response, text))
+        return text
+
+    async def refusal_in(self, engine: Engine, response: Response, due: float) -> APIError:
+        """What an answer that is not good says."""
+        try:
+            await self._good(engine, response, due)
+        except APIError as error:
+            return error
+        raise AssertionError("a good answer")
+
+    def refusal(self, engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
+        """The engine's own error, status and words kept."""
+        message = fields.pop("message", None) or f"The {engine.role} engine answered with status {status}."
+        if status == 503:
+            fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
+            if LEAVING in message:
+                self._pool.gone(engine, LEAVING)
+        if status >= 500 and status != 501:
+            return self._counted(EngineFault(engine, "status", status, message, **fields))
+        if status in (400, 403) and str(fields.get("param")).startswith(TRANSFER_KEYS):
+            # What it refuses is ours: a client cannot send these.
+            if status == 403:
+                log.error("an engine does not accept the seal", extra={"engine": engine.url, "why": message})
+            return self.fault(engine, "params", 502, "refused what the router told it")
+        if status >= 400:
+            return APIError(status, message, **fields)
+        return self.fault(engine, "nonsense", 502, f"answered with status {status}, which is no answer")
+
+    def fault_of(self, engine: Engine, error: ClientError | TimeoutError) -> EngineFault:
+        """What the network has done to an exchange with an engine."""
+        if isinstance(error, ConnectFailed):
             self._pool.gone(engine, "unreachable")
-            raise self.counted(_fault(engine, "unreachable", 503, "cannot be reached")) from error
-        except TimeoutError as error:
-            raise self.counted(_fault(engine, "timeout", 504, "did not answer in time")) from error
-        except ClientError as error:
-            broken = _broken_off(engine)
-            broken.stale = isinstance(error, Disconnected) and error.stale
-            raise self.counted(broken) from error
+            return self.fault(engine, "unreachable", 503, "cannot be reached")
+        if isinstance(error, TimeoutError):
+            return self.fault(engine, "timeout", 504, "did not answer in time")
+        broken = self.fault(engine, "disconnected", 502, "broke off the connection")
+        broken.stale = isinstance(error, Disconnected) and error.stale
+        return broken
 
-    def counted(self, error: APIError) -> APIError:
-        if isinstance(error, EngineFault):
-            self._metrics.leg_failures.labels(error.engine.role, error.kind).inc()
-            if error.status == 503 and LEAVING in error.message:
-                self._pool.gone(error.engine, LEAVING)
-        return error
+    def fault(self, engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
+        return self._counted(_fault(engine, kind, status, what))
+
+    def _counted(self, fault: EngineFault) -> EngineFault:
+        self.metrics.leg_failures.add(fault.engine.role, fault.kind)
+        return fault
 
 
 def gone_for_now(engine: Engine) -> EngineFault:
@@ -265,45 +391,15 @@ def gone_for_now(engine: Engine) -> EngineFault:
     return _fault(engine, "disconnected", 503, "broke off the connection")
 
 
-def _broken_off(engine: Engine) -> EngineFault:
-    return _fault(engine, "disconnected", 502, "broke off the connection")
-
-
 def _fault(engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
     headers = {"Retry-After": "1"} if status == 503 else {}
     return EngineFault(engine, kind, status, f"The {engine.role} engine {what}. Try again.", headers=headers)
 
 
-def _refusal(engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
-    """The engine's own error, status and words kept."""
-    message = fields.pop("message", None) or f"The {engine.role} engine answered with status {status}."
-    if status == 503:
-        fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
-    if status >= 500 and status != 501:
-        return EngineFault(engine, "status", status, message, **fields)
-    if status in (400, 403) and str(fields.get("param")).startswith(TRANSFER_KEYS):
-        # What it refuses is ours: a client cannot send these.
-        if status == 403:
-            log.error("an engine does not accept the seal", extra={"engine": engine.url, "why": message})
-        return _fault(engine, "params", 502, "refused what the router told it")
-    if status >= 400:
-        return APIError(status, message, **fields)
-    return _fault(engine, "nonsense", 502, f"answered with status {status}, which is no answer")
-
-
-async def _good(engine: Engine, response: Response) -> Response:
-    """The answer, if its status says so. Raises APIError."""
-    if response.status == 200:
-        return response
-    with response:
-        raise _refusal(engine, response.status, await _error_fields(engine, response))
-
-
-async def _error_fields(engine: Engine, response: Response) -> dict[str, Any]:
+def _error_fields(response: Response, text: bytes) -> dict[str, Any]:
     """What the body of an error says, in any of the shapes engines use, and the headers that belong to it."""
-    text = await _read(engine, response)
     fields: dict[str, Any] = {}
-    if response.content_type == "application/json":
+    if response.is_json:
         try:
             body = jsontext.loads(text)
         except ValueError:
@@ -323,25 +419,6 @@ def _known_fields(error: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-async def _read(engine: Engine, response: Response) -> bytes:
-    try:
-        return await response.read(MAX_ANSWER_BYTES)
-    except TooLarge:
-        raise _fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes") from None
-
-
-def _json_object(engine: Engine, response: Response, text: bytes) -> dict[str, Any]:
-    if response.content_type != "application/json":
-        raise _fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
-    try:
-        body = jsontext.loads(text)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise _fault(engine, "nonsense", 502, "answered with broken JSON")
-    return body
-
-
 def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:
     """The prefill engine's transfer params if a decode engine can use them."""
     if value is None:
@@ -358,15 +435,3 @@ def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     return ids_or_none(answer.get("prompt_token_ids") or first.get("prompt_token_ids"))
-
-
-async def _drain(response: Response) -> None:
-    """Read the little after the end of an answer, so that the connection can be used again."""
-    if response.has_ended:
-        return
-    try:
-        async with asyncio.timeout(DRAIN_SECONDS):
-            while await response.readany():
-                pass
-    except (ClientError, TimeoutError):
-        pass  # then it is closed

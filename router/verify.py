@@ -23,6 +23,8 @@ Why = Literal[
     "uncuttable",
     "media",
     "owner_down",
+    "incompatible",
+    "one_way",
     "gone",
 ]
 """What became of the last turn's blocks:
@@ -37,6 +39,8 @@ short        too few tokens to be worth a pull
 uncuttable   only a part would do, and these blocks cannot be cut (several KV-cache groups, unknown block size)
 media        ids do not say what is in a picture
 owner_down   the engine that has them cannot be reached now
+incompatible the prefill engine cannot use KV of the engine that has them
+one_way      the prefill engine is not known to pull: it was not started for that, or another turn is finding out
 gone         lost in an attempt of this turn that failed
 """
 

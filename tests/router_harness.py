@@ -16,6 +16,7 @@ from aiohttp import web
 from connectors.wire import sse
 from router.config import RouterConfig
 from router.context import ROUTER, Router
+from router.pool import Engine
 from router.run import make_runner
 from tests.stub_engine import StubEngine
 
@@ -31,6 +32,11 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {what}"
         await asyncio.sleep(0.005)
+
+
+def pretend_ready(engine: Engine, like: Engine) -> None:
+    """Have the router believe that an engine is up, and such as another."""
+    engine.models, engine.known, engine.state = like.models, like.known, "ready"
 
 
 @dataclass
@@ -104,7 +110,7 @@ class Front:
 
     def is_settled(self) -> bool:
         """Whether turns have ended, and what they left to be done is done."""
-        return self.is_idle() and self.router.background.is_idle
+        return self.is_idle() and self.router.background.is_idle and not self.router.store.num_pending
 
     def is_idle(self) -> bool:
         return not self.router.turns.count and not any(engine.in_flight for engine in self.router.pool.engines)

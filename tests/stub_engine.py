@@ -74,8 +74,10 @@ class StubEngine:
         app.router.add_get("/v1/responses/{id}", self._stored)
         app.router.add_post("/kv/release", self._release)
         app.router.add_post("/tokenize", self._tokenize)
+        app.add_routes(self.more_routes())
         app.router.add_post("/v1/{tail:.+}", self._serve)
         app.router.add_post("/inference/v1/{tail:.+}", self._serve)
+        app.on_response_prepare.append(self._let_go)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         self.site = web.TCPSite(runner, "127.0.0.1", port)
@@ -86,6 +88,10 @@ class StubEngine:
         finally:
             await runner.cleanup()
 
+    def more_routes(self) -> list[web.RouteDef]:
+        """What an engine of another kind has besides."""
+        return []
+
     async def stop_listening(self) -> None:
         assert self.site is not None
         await self.site.stop()
@@ -94,16 +100,18 @@ class StubEngine:
     def bodies(self) -> list[dict[str, Any]]:
         return [request.body for request in self.seen]
 
+    async def _let_go(self, request: web.Request, response: web.StreamResponse) -> None:
+        probed = request.method == "GET" or request.content_length == len("{}")
+        if probed and not self.keep_alive:
+            response.force_close()
+            response.headers["Connection"] = "close"
+
     async def _models(self, _: web.Request) -> web.Response:
         await self.awake.wait()
         if self.leaving:
             return _leaving()
-        answer = web.json_response(
-            {"object": "list", "data": [{"id": self.model, "max_model_len": 4096, "owned_by": self.owned_by}]}
-        )
-        if not self.keep_alive:
-            answer.force_close()
-        return answer
+        card = {"id": self.model, "max_model_len": 4096, "owned_by": self.owned_by}
+        return web.json_response({"object": "list", "data": [card]})
 
     async def _stored(self, request: web.Request) -> web.Response:
         return web.json_response({"id": request.match_info["id"], "on": self.role})
@@ -141,6 +149,8 @@ class StubEngine:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not body:  # a question whether there is such a route
+            return web.json_response({"error": {"message": "a body is missing"}}, status=400)
         self.seen.append(Seen(request.path, request.headers, body))
         self.connections.add(request.transport)
         try:

@@ -67,6 +67,22 @@ class SSEParser:
         self._searched = max(0, len(buffer) - _LONGEST_END)
         return events
 
+    def skip(self, chunk: bytes) -> int:
+        """Take a chunk for fed if it is made of whole events, each of one line of data, as most are: how many; else 0,
+        and it is still to be fed."""
+        num_events = chunk.count(b"\n\n")
+        if (
+            self._buffer
+            or chunk.count(b"\n") != 2 * num_events
+            or not chunk.startswith(b"data: ")
+            or not chunk.endswith(b"\n\n")
+            or chunk.count(b"\n\ndata: ") != num_events - 1
+            or b"\r" in chunk
+        ):
+            return 0
+        self._begun = True
+        return num_events
+
     def close(self) -> bytes:
         """What is left at the end of the stream: an unfinished event, or nothing."""
         rest, self._buffer, self._searched = bytes(self._buffer), bytearray(), 0

@@ -18,6 +18,7 @@ from connectors import nixl
 from connectors.nixl import NixlTransport, TransportError
 from connectors.transport import Peer, PullDone, PullFailed, PullStalled
 from tests.integration.kv_engine import LAYOUT, ClaimGate, KVEngine, Options, OwnerProcess, names_of, wait_until
+from tests.valkey import free_port
 
 SEED = 5
 TRANSPORTS = pytest.mark.parametrize("tls", [None, "tcp,self"], ids=["default", "tcp"])
@@ -59,11 +60,6 @@ def failed(event: object, reason: str) -> PullFailed:
     assert isinstance(event, PullFailed), event
     assert event.reason == reason, event
     return event
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        return int(sock.getsockname()[1])
 
 
 @TRANSPORTS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
+from redis.asyncio import Redis
 
 from tests.router_harness import NOBODY, Front, router_over, until
 from tests.stub_engine import BLOCK_SIZE, OUTPUT_IDS, START_OF_ANSWER, TEXT, StubEngine, hang_up, refuse, word
@@ -446,24 +447,22 @@ async def test_client_that_leaves_before_the_prefill_engine_looks_costs_the_deco
 
 
 async def test_turn_is_filed_though_its_client_leaves_at_the_last_moment(
-    p: StubEngine, d: StubEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    p: StubEngine, d: StubEngine, redis_url: str
 ) -> None:
-    async with router_over([p], [d], redis_url, **SETTINGS) as front:
-        saving, go_on = asyncio.Event(), asyncio.Event()
-        save = front.router.store.save
-
-        async def slow(*arguments: Any) -> Any:
-            saving.set()
-            await go_on.wait()
-            return await save(*arguments)
-
-        monkeypatch.setattr(front.router.store, "save", slow)
-        leaving = asyncio.create_task(front.post(chat(TURN_1)))
-        await saving.wait()
-        leaving.cancel()
-        await until(lambda: front.router.turns.count == 0, "the turn is over")
-        go_on.set()
-        await until(front.is_settled, "and filed")
+    async with (
+        router_over([p], [d], redis_url, **{**SETTINGS, "redis_timeout": 20.0}) as front,
+        Redis.from_url(redis_url) as redis,
+    ):
+        await redis.client_pause(60_000, all=False)
+        try:
+            leaving = asyncio.create_task(front.post(chat(TURN_1)))
+            await until(lambda: front.router.store.num_pending, "the turn is being saved")
+            leaving.cancel()
+            await until(lambda: front.router.turns.count == 0, "the turn is over")
+            assert front.router.store.num_pending == 1
+        finally:
+            await redis.client_unpause()
+        await until(lambda: not front.router.store.num_pending, "and filed")
         answer = await front.post(chat(TURN_2), headers=EXPLAIN)
         assert (answer.explain["turn"], answer.explain["kv"]) == (2, "offered")
 

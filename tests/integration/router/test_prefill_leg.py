@@ -9,7 +9,7 @@ from aiohttp import web
 
 from connectors.wire import sse
 from tests.endpoints import ENDPOINTS, Endpoint, every_endpoint, streamed_and_whole
-from tests.router_harness import NOBODY, Front, router_over, until
+from tests.router_harness import NOBODY, Front, pretend_ready, router_over, until
 from tests.stub_engine import Script, StubEngine, refuse
 
 STRICT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -132,7 +132,7 @@ async def test_its_fault_is_met_by_another_engine(
         router_over([p if fault == "500" else NOBODY, second], [d], redis_url, probe_interval=60) as front,
     ):
         first = front.router.pool.get("prefill", p.url if fault == "500" else NOBODY)
-        first.models, first.state = {"m": {}}, "ready"
+        pretend_ready(first, front.router.pool.get("prefill", second.url))
         front.router.pool.get("prefill", second.url).dispatched += 5  # so that the first is chosen
         p.scripts.append(refuse(500))
         answer = await front.post(endpoint.plain, path=endpoint.path)

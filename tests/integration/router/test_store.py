@@ -273,7 +273,7 @@ async def test_hash_without_an_end_gives_way_unclaimed(store: Store, key: str, r
 @pytest.mark.parametrize("found", [b"", b"t" * STAMP_BYTES])
 async def test_record_saved_before_an_unreadable_one_is_dropped_stays(store: Store, key: str, found: bytes) -> None:
     saved = await store.save(key, record(1), offer())
-    assert await store._send(DROP, key, found) == 0
+    assert await store._link.send("EVAL", DROP.text, 1, key, found).future == 0
     assert (await claimed(store, key)).stamp == saved.stamp
 
 

@@ -19,7 +19,8 @@ from redis.asyncio import Redis
 
 from router.metrics import Metrics
 from router.record import pack_offer
-from router.store import FAULTS_UNTIL_PAUSE, LATE_SECONDS, PAUSE_SECONDS, STAMP_BYTES, Claimed, Store
+from router.redis_link import LATE_SECONDS
+from router.store import FAULTS_UNTIL_PAUSE, PAUSE_SECONDS, STAMP_BYTES, Claimed, Store
 from tests.store_parts import count, eventually, names, offer, record, store_at
 from tests.valkey import Valkey, free_port, valkey
 
@@ -88,11 +89,11 @@ async def test_broken_server_is_a_miss_in_time(tmp_path: Path, metrics: Metrics,
         async with store_at(server.url, metrics=metrics) as store:
             assert (await store.save("k", record(), offer())).kept
             await breakage(server)
-            store._timeout = store._connections._patience = TIMEOUT
+            store._link.timeout = TIMEOUT
             for _ in range(3):
                 await use_in_vain(store)
-            assert store._connections.num_lent <= FAULTS_UNTIL_PAUSE
-        assert store._connections.num_lent == store._connections.num_idle == len(store._tasks) == 0
+            assert store.num_pending <= FAULTS_UNTIL_PAUSE
+        assert store.num_pending == 0
 
 
 async def test_nobody_there_is_a_miss_in_time(metrics: Metrics) -> None:
@@ -158,8 +159,12 @@ async def test_closed_idle_connections_are_no_fault(tmp_path: Path, metrics: Met
             (tmp_path / folder).mkdir()
             with valkey(tmp_path / folder, port):
                 assert (await store.save("k", record(), offer())).kept
-                connection = store._connections._idle[0]
-            await eventually(connection.can_read)
+                assert store._link.is_connected
+
+            async def noticed() -> bool:
+                return not store._link.is_connected
+
+            await eventually(noticed)
     assert count(metrics, "save", "ok") == 2
 
 
@@ -257,7 +262,7 @@ async def test_server_that_says_anything_is_a_miss_in_time(answer: bytes, then: 
     async with serving(serve) as url, store_at(url, seconds=TIMEOUT) as store:
         await use_in_vain(store)
         await use_in_vain(store)
-    assert store._connections.num_lent == 0
+    assert store.num_pending == 0
 
 
 async def test_slow_server_gets_one_timeout_not_one_per_step(metrics: Metrics) -> None:
@@ -276,15 +281,15 @@ async def test_slow_server_gets_one_timeout_not_one_per_step(metrics: Metrics) -
 
 async def test_late_reply_is_not_taken_for_that_of_the_next(tmp_path: Path, metrics: Metrics) -> None:
     with valkey(tmp_path) as server:
-        async with store_at(server.url, metrics=metrics, max_connections=1) as store:
+        async with store_at(server.url, metrics=metrics) as store:
             await store.save("slow", record(7), None)
             await store.save("next", record(8), None)
-            store._timeout = TIMEOUT
+            store._link.timeout = TIMEOUT
             await freeze(server)
             assert await store.claim("slow") is None
             assert count(metrics, "claim", "timeout") == 1
             server.process.send_signal(signal.SIGCONT)
-            store._timeout = store._connections._patience = 5.0
+            store._link.timeout = 5.0
             found = await store.claim("next")
             assert found is not None
             assert found.record.turn == 8
@@ -296,17 +301,17 @@ async def test_what_a_late_command_did_is_undone(tmp_path: Path, metrics: Metric
         async with store_at(server.url, metrics=metrics) as store, Redis.from_url(server.url) as redis:
 
             async def while_frozen(use: Callable[[], Awaitable[object]]) -> object:
-                store._timeout = TIMEOUT
+                store._link.timeout = TIMEOUT
                 server.process.send_signal(signal.SIGSTOP)
                 try:
                     return await use()
                 finally:
                     server.process.send_signal(signal.SIGCONT)
                     await eventually(settled)
-                    store._timeout = 5.0
+                    store._link.timeout = 5.0
 
             async def settled() -> bool:
-                return not store._tasks
+                return not store.num_pending
 
             first = await store.save("k", record(), offer())
             assert await while_frozen(lambda: store.claim("k")) is None
@@ -332,7 +337,7 @@ async def test_busy_process_does_not_blame_redis(redis_url: str, metrics: Metric
     async with store_at(redis_url, metrics=metrics) as store:
         long = record(ids=tuple(range(100_000)))
         await store.save("busy", long, offer(num_blocks=6_250))
-        store._timeout = TIMEOUT
+        store._link.timeout = TIMEOUT
         claim = asyncio.create_task(store.claim("busy"))
         await until_sent(store)
         time.sleep(10 * TIMEOUT)  # noqa: ASYNC251
@@ -343,7 +348,7 @@ async def test_busy_process_does_not_blame_redis(redis_url: str, metrics: Metric
 
 async def until_sent(store: Store) -> None:
     for _ in range(100):
-        if store._connections.num_lent:
+        if store.num_pending:
             break
         await asyncio.sleep(0)
     for _ in range(3):
@@ -355,7 +360,7 @@ async def test_cancelled_callers_mix_up_and_lose_nothing(redis_url: str, seed: i
     """A command given up half way must not leave its reply for the next one, keep its connection, or lose an offer."""
     rng = random.Random(seed)
     keys = [f"cancelled-{seed}-{number}" for number in range(20)]
-    async with store_at(redis_url, max_connections=2) as store:
+    async with store_at(redis_url) as store:
         # Saved with different lengths, so that some replies come in one piece and some in several.
         for turn, key in enumerate(keys, start=1):
             await store.save(key, record(turn, ids=tuple(range(turn**4))), offer(key))
@@ -386,12 +391,9 @@ async def test_cancelled_callers_mix_up_and_lose_nothing(redis_url: str, seed: i
         await asyncio.gather(*load)
 
         async def settled() -> bool:
-            return not store._tasks
+            return not store.num_pending
 
         await eventually(settled)
-        assert store._connections.num_lent == 0
-        assert store._connections.num_idle <= 2
-        assert store._connections._room._value == 2
         for turn, key in enumerate(keys, start=1):
             found = await store.claim(key)
             assert found is not None
@@ -408,7 +410,7 @@ async def test_cancelled_save_stays(redis_url: str) -> None:
         assert save.cancelled()
 
         async def settled() -> bool:
-            return not store._tasks
+            return not store.num_pending
 
         await eventually(settled)
         found = await store.claim("left")
@@ -417,7 +419,7 @@ async def test_cancelled_save_stays(redis_url: str) -> None:
 
 
 async def test_commands_are_bounded(redis_url: str, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.store.MAX_PENDING", 5)
+    monkeypatch.setattr("router.redis_link.MAX_PENDING", 5)
     async with store_at(redis_url, metrics=metrics) as store:
         await asyncio.gather(*(store.claim("bounded") for _ in range(20)))
     assert count(metrics, "claim", "skipped") == 15

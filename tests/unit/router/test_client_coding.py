@@ -75,6 +75,7 @@ def test_end_is_seen_wherever_a_part_ends() -> None:
 @pytest.mark.parametrize(
     "data",
     [b"not compressed at all", gzip.compress(TEXT)[:-9], gzip.compress(TEXT)[:5], gzip.compress(TEXT) + b"more"],
+    ids=["text", "cut", "cut in the head", "more"],
 )
 def test_broken(data: bytes) -> None:
     with pytest.raises(ProtocolError):

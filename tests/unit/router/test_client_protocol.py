@@ -109,11 +109,16 @@ class Waiter:
         pass
 
 
+async def exchange(connection: Connection) -> None:
+    await connection.send(b"GET / HTTP/1.1\r\n\r\n", b"")
+    await connection.begun()
+
+
 def asked(connection: Connection | None = None, transport: Transport | None = None) -> Asked:
     if connection is None or transport is None:
         connection, transport = Connection(Loop()), Transport()  # type: ignore[arg-type]
         connection.connection_made(transport)
-    request = connection.exchange(b"GET / HTTP/1.1\r\n\r\n", b"")
+    request = exchange(connection)
     request.send(None)
     return Asked(connection, transport, request)
 
@@ -390,4 +395,4 @@ async def test_connection_lost_before_it_was_used() -> None:
     connection.connection_made(Transport())
     connection.connection_lost(None)
     with pytest.raises(Disconnected):
-        await connection.exchange(b"GET / HTTP/1.1\r\n\r\n", b"")
+        await exchange(connection)

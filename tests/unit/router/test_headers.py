@@ -12,6 +12,13 @@ def proxy(*items: tuple[str, str]) -> CIMultiDictProxy[str]:
     return CIMultiDictProxy(CIMultiDict(items))
 
 
+def sent(given: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """The headers of a leg, read again from the lines that are sent."""
+    lines = headers.onward(given, "id-1").split("\r\n")
+    assert lines.pop() == ""
+    return CIMultiDict(line.split(": ", 1) for line in lines)
+
+
 def test_what_goes_on_to_engines() -> None:
     given = proxy(
         ("Authorization", "Bearer k"),
@@ -21,7 +28,7 @@ def test_what_goes_on_to_engines() -> None:
         ("X-Custom", "a"),
         ("X-Custom", "b"),
     )
-    leg = headers.onward(given, "id-1")
+    leg = sent(given)
     assert leg.getall("X-Custom") == ["a", "b"]
     assert {name: leg[name] for name in given} == dict(given.items()) | {"X-Custom": "a"}
     assert leg["X-Request-Id"] == "id-1"
@@ -37,13 +44,13 @@ def test_what_goes_on_to_engines() -> None:
     ],
 )
 def test_what_does_not(name: str) -> None:
-    assert headers.onward(proxy((name, "x")), "id").get(name) is None
+    assert sent(proxy((name, "x"))).get(name) is None
 
 
 def test_headers_named_by_connection_stay_here() -> None:
     given = proxy(("Connection", "close, X-Hop"), ("X-Hop", "1"), ("X-Other", "2"))
-    assert "X-Hop" not in headers.onward(given, "id")
-    assert "X-Other" in headers.onward(given, "id")
+    assert "X-Hop" not in sent(given)
+    assert "X-Other" in sent(given)
     assert "X-Hop" not in headers.back(given)
 
 

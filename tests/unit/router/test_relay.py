@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.wire import sse
-from router.answer import READ_AHEAD, ChoicesAnswer, Wishes
+from router.answer import READ_AHEAD_BYTES, ChoicesAnswer, Wishes
 from router.relay import StreamRelay
 from router.response_answer import ResponseAnswer
 from tests.stub_engine import OUTPUT_IDS, PROMPT_IDS, TEXT, StubEngine
@@ -258,10 +258,21 @@ def test_nothing_follows_the_end() -> None:
 
 def test_events_that_must_all_be_read_are_not_kept() -> None:
     answer = answer_for(False, False)
-    for number in range(10 * READ_AHEAD):
+    for number in range(1000):
         answer.take({"choices": [{"delta": {"content": "a"}, "token_ids": [number]}]})
-        assert len(answer._unread) < READ_AHEAD
-    assert answer.message["content"] == "a" * (10 * READ_AHEAD)
+        assert not answer._unread
+    assert answer.message["content"] == "a" * 1000
+
+
+def test_events_that_need_not_be_read_are_kept_within_bounds() -> None:
+    answer = answer_for(False, False)
+    relay = StreamRelay(answer)
+    event = sse.event({"choices": [{"index": 0, "delta": {"content": "a"}}]})
+    chunk = 100 * event
+    for _ in range(100):
+        assert relay.feed(chunk) == chunk
+        assert sum(map(len, answer._unread)) < READ_AHEAD_BYTES
+    assert answer.message["content"] == "a" * 10_000
 
 
 def test_cached_tokens_of_any_choice_are_not_the_clients() -> None:

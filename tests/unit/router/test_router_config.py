@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from backhaul.__main__ import main
 from router.config import RouterConfig
 
 GOOD: dict[str, Any] = {"decode": ["http://d:1"]}
@@ -58,3 +60,37 @@ def test_password_of_redis_is_not_in_the_message() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         RouterConfig(**GOOD).port = 1  # type: ignore[misc]
+
+
+def test_what_is_stated_of_engines_is_by_their_address() -> None:
+    config = RouterConfig(**GOOD, engines={"http://d:1/v1/": {"kind": "vllm", "block_size": 32}})
+    assert config.engines["http://d:1"].capabilities().block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("engines", "words"),
+    [
+        ('{"http://x:1": {}}', "engines: http://x:1 is given neither as prefill nor as decode"),
+        ('{"d:1": {}}', "--engines: d:1.[key]: 'd:1' is not an engine's address"),
+        ('{"http://d:1": {"block_size": 0}}', "--engines: http://d:1.block_size: must be greater than or equal to 1"),
+        ('{"http://d:1": {"blocksize": 8}}', "--engines: http://d:1.blocksize: "),
+        ('{"http://d:1": {"kind": "x"}}', "--engines: http://d:1.kind: must be 'backhaul' or 'vllm', not 'x'"),
+        ('{"http://d:1": {"api_key_file": "/none"}}', "--engines: http://d:1.api_key_file: /none: No such file"),
+        ("[]", "--engines: must be a valid"),
+    ],
+)
+def test_wrong_statement_names_engine_and_key(engines: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "router", "--decode", "http://d:1", "--engines", engines]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"backhaul config: {words}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"two\nlines", b"\xc3\xa9", b"k" * 5000])
+def test_api_key_is_one_line_and_never_shown(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(text)
+    with pytest.raises(ValidationError) as refused:
+        RouterConfig(**GOOD, engines={"http://d:1": {"api_key_file": file}})
+    assert "one line of ASCII" in str(refused.value)
+    assert "lines" not in str(refused.value)

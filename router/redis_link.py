@@ -1,0 +1,260 @@
+"""Commands to Redis over one connection, any number of them under way.
+
+Redis answers in the order in which it was asked, so replies find their commands without anything being lent or waited
+for. A command goes on when its caller no longer waits; its reply then goes to `late`. What cannot be matched any more
+ends the connection, and the next command makes another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from hiredis import Reader, pack_command
+from redis.asyncio import Connection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, InvalidResponse, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+LATE_SECONDS: Final = 1.0
+"""How long after its time a reply is still awaited, for `late`; then the connection is given up."""
+MAX_PENDING: Final = 1024
+MAX_UNSENT_BYTES: Final = 64 << 20
+"""Of commands that Redis does not take."""
+
+Late = Callable[[Any, bool], None]
+
+_INCOMPLETE: Final = object()
+_ERRORS: Final = {"NOSCRIPT": NoScriptError, "READONLY": ReadOnlyError, "LOADING": BusyLoadingError}
+"""Those that are told from others, by their first word."""
+
+
+class Command:
+    """A command under way. Its future gets the reply, or an exception as a value."""
+
+    __slots__ = ("data", "future", "is_left", "late", "started")
+
+    def __init__(self, data: bytes, future: asyncio.Future[Any], late: Late | None, started: float) -> None:
+        self.data = data
+        self.future = future
+        self.late = late
+        self.is_left = False
+        """Nobody was told what the future has."""
+        self.started = started
+
+    def settle(self, reply: Any) -> None:
+        if not self.future.done():
+            self.future.set_result(reply)
+        elif self.late is not None:
+            self.late(reply, self.is_left or self.future.cancelled())
+
+    def leave(self) -> None:
+        """Whoever waits has been cancelled; the future may have something all the same."""
+        self.is_left = True
+        if not self.future.cancelled() and not isinstance(reply := self.future.result(), TimeoutError):
+            self.settle(reply)
+
+
+class Link:
+    def __init__(self, url: str, *, timeout: float) -> None:
+        """`timeout`: seconds until a command's future gets a TimeoutError. Raises ValueError for a URL that is none."""
+        self.timeout = timeout
+        self._connections = ConnectionPool.from_url(
+            url,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            driver_info=None,  # two commands less for a new connection
+        )
+        self._line: _Line | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._unsent: deque[Command] = deque()
+        """Waiting for a connection."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._line is not None
+
+    @property
+    def num_pending(self) -> int:
+        """Commands without a reply, those included that nobody waits for any more."""
+        return len(self._unsent) + (len(self._line.asked) if self._line else 0)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_pending >= MAX_PENDING or (
+            self._line is not None and self._line.num_unsent_bytes > MAX_UNSENT_BYTES
+        )
+
+    def send(self, *command: str | bytes | int, late: Late | None = None) -> Command:
+        """`late` gets a reply, or an exception, that comes when the future is done, and whether it was cancelled."""
+        loop = asyncio.get_running_loop()
+        data = pack_command(command)  # type: ignore[arg-type]  # typed as if it took one argument
+        sent = Command(data, loop.create_future(), late, loop.time())
+        if self._line is not None:
+            self._line.send(sent)
+        else:
+            self._unsent.append(sent)
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._connect(), name="connect to Redis")
+        self._idle.clear()
+        self._look_at(sent.started + self.timeout)
+        return sent
+
+    async def close(self) -> None:
+        """Wait for what is under way, for the time it may take at most, then hang up."""
+        try:
+            async with asyncio.timeout(self.timeout + LATE_SECONDS):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        if self._line is not None:
+            self._line.end("closed")
+        self._fail_unsent(RedisConnectionError("closed"))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _connect(self) -> None:
+        connection: Connection = self._connections.make_connection()  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(self.timeout + LATE_SECONDS):
+                await connection.connect()  # type: ignore[no-untyped-call]
+            self._line = _Line(connection, self._ended, self._answered)
+        except Exception as error:  # of whatever kind: a server may say anything
+            await connection.disconnect(nowait=True)
+            self._fail_unsent(error)
+        else:
+            while self._unsent:
+                self._line.send(self._unsent.popleft())
+        finally:
+            self._connecting = None
+
+    def _ended(self, line: _Line) -> None:
+        if self._line is line:
+            self._line = None
+
+    def _answered(self) -> None:
+        if self.num_pending == 0:
+            self._idle.set()
+
+    def _fail_unsent(self, error: Exception) -> None:
+        while self._unsent:
+            self._unsent.popleft().settle(error)
+        self._answered()
+
+    def _look_at(self, due: float) -> None:
+        """See to it that somebody looks by then."""
+        if self._timer is not None:
+            if self._due <= due:
+                return
+            self._timer.cancel()
+        self._due = due
+        self._timer = asyncio.get_running_loop().call_at(due, self._look, due)
+
+    def _look(self, due: float) -> None:
+        """Some command's time may be over. Time in which this process itself was busy does not count: the reply may
+        be here, and only has to be read."""
+        loop = asyncio.get_running_loop()
+        if (overslept := loop.time() - due) > 0.001:
+            self._timer = loop.call_later(min(overslept, self.timeout), self._expire)
+        else:
+            self._expire()
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        late = now - self.timeout
+        while self._unsent and self._unsent[0].started <= late:
+            self._unsent.popleft().settle(TimeoutError())
+        line = self._line
+        if line is not None and line.asked and line.asked[0].started <= late - LATE_SECONDS:
+            line.end("no reply")
+        pending = list(self._unsent) + (list(line.asked) if line else [])
+        for command in pending:
+            if command.started <= late and not command.future.done():
+                command.future.set_result(TimeoutError())
+        self._answered()
+        waits = [one.started + self.timeout + (LATE_SECONDS if one.started <= late else 0.0) for one in pending]
+        self._timer = None
+        if self.num_pending and waits:
+            self._look_at(max(now, min(waits)))
+
+
+class _Line(asyncio.Protocol):
+    """A connection that redis-py has made and prepared, read without its layers."""
+
+    def __init__(self, connection: Connection, ended: Callable[[_Line], None], answered: Callable[[], None]) -> None:
+        self.asked: deque[Command] = deque()
+        self._ended = ended
+        self._answered = answered
+        self._replies = Reader(
+            protocolError=InvalidResponse,
+            replyError=_error,
+            notEnoughData=_INCOMPLETE,
+        )
+        self._writer = _taken(connection)
+        """Kept: it would close the transport when it dies."""
+        self._transport = cast(asyncio.Transport, self._writer.transport)
+        self._transport.set_protocol(self)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def send(self, command: Command) -> None:
+        self.asked.append(command)
+        self._transport.write(command.data)
+
+    def end(self, why: str) -> None:
+        self._ended(self)
+        self._transport.abort()  # to close would be to send first what a server that hangs has not taken
+        while self.asked:
+            self.asked.popleft().settle(RedisConnectionError(why))
+        self._answered()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._replies.feed(data)
+            while (reply := self._replies.gets()) is not _INCOMPLETE:
+                if not self.asked:
+                    return self.end("something was said that nobody had asked")
+                self.asked.popleft().settle(reply)
+                if isinstance(reply, ReadOnlyError):
+                    # The server is no longer the one to write to: who is must be looked up again.
+                    return self.end("no longer the one to write to")
+        except InvalidResponse as error:
+            return self.end(str(error))
+        if not self.asked:
+            if self._replies.has_data():
+                return self.end("something was said that nobody had asked")
+            self._answered()
+        return None
+
+    def eof_received(self) -> None:
+        self.end("closed by the server")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.end("closed by the server")
+
+
+def _error(message: str) -> RedisError:
+    return _ERRORS.get(message.partition(" ")[0], ResponseError)(message)
+
+
+def _taken(connection: Connection) -> asyncio.StreamWriter:
+    """What a connection writes with, which from here on is not its own."""
+    writer = connection._writer
+    assert writer is not None
+    connection._writer = connection._reader = None
+    return writer
