@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 UP_FLAGS ?=
 # Flags for `make test`, such as PYTEST_FLAGS="tests/unit -x".
 PYTEST_FLAGS ?=
+# How many processes share the tests, 0 being this one alone; more than 2 have not been tried.
+TEST_WORKERS ?= 2
 # How long `make soak` goes on.
 SOAK_SECONDS ?= 600
 # How many requests `make fuzz` makes up, and which.
@@ -21,10 +23,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install model clients run test soak fuzz check format bench clean
+.PHONY: help install model clients run test soak fuzz interop interop-record check format bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make the virtual environment with everything in it
 
@@ -51,13 +53,19 @@ run: install model ## Start everything with the small model, until Ctrl-C
 	@$(BIN)/backhaul up $(UP_FLAGS)
 
 test: install model clients ## Run all tests
-	$(BIN)/pytest $(PYTEST_FLAGS)
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): every answer must be a cold engine's
 	@$(BIN)/python -m tests.property.soak --seconds $(SOAK_SECONDS) $(SOAK_FLAGS)
 
 fuzz: install ## Send FUZZ_CASES (20000) broken requests to engines and router: nothing may break (other FUZZ_SEEDs, others)
 	FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/fuzz
+
+interop: install model ## Run the router over real vLLM engines (once 3.5 GB into the user's cache, then about 10 minutes)
+	$(BIN)/pytest tests/interop $(PYTEST_FLAGS)
+
+interop-record: install model ## Record anew what real vLLM engines say, for the tests that do without them
+	$(BIN)/python -m tests.interop.record
 
 check: install ## Formatting, lint, types, and a report of file sizes
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Models the tests run on: tiny random ones, and the small real one."""
+"""Models the tests run on, tiny random ones and the small real one; and which tests may run at the same time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ import os
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny import make_tiny
+
+TOGETHER = ("tests/e2e/", "tests/fuzz/", "tests/interop/", "tests/property/")
+"""Folders whose files share what they start, which is much."""
+
+
+class Together(LoadFileScheduling):
+    """Where two workers share the tests (`make test`), one runs all of these folders: each fleet is started once, and
+    no two of them compete for the cores. Of the others, the tests of a file stay together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "together" if file.startswith(TOGETHER) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session")

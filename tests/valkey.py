@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 10.0
+PORTS = range(10_000, 32_000)
+"""None that a system hands out by itself: what is free stays free, whatever other tests open meanwhile."""
 
 
 def server_binary() -> Path:
@@ -22,9 +25,11 @@ def server_binary() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass

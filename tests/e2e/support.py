@@ -150,9 +150,9 @@ class Reference:
         self.model = model.to(dtype).eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    def greedy(self, prompt_ids: list[int], max_tokens: int) -> list[int]:
         """The tokens a cold model answers under greedy decoding, the end-of-sequence token included."""
-        stop = [] if ignore_eos else [self.tokenizer.convert_tokens_to_ids(name) for name in END_TOKENS]
+        stop = [self.tokenizer.convert_tokens_to_ids(name) for name in END_TOKENS]
         answer: list[int] = []
         inputs, cache = torch.tensor([prompt_ids]), None
         while len(answer) < max_tokens and not (answer and answer[-1] in stop):
@@ -160,6 +160,13 @@ class Reference:
             cache, inputs = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
             answer.append(int(inputs))
         return answer
+
+    @torch.inference_mode()
+    def likeliest(self, prompt_ids: list[int], answer: list[int]) -> list[int]:
+        """For each place of the answer the token that a cold model finds likeliest after those before it, from one pass
+        over all of it. By induction, an answer that equals this is the one of greedy decoding."""
+        logits = self.model(torch.tensor([prompt_ids + answer[:-1]]), logits_to_keep=len(answer)).logits
+        return [int(token) for token in logits[0].argmax(-1)]
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

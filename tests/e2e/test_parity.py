@@ -62,7 +62,9 @@ def test_completion_of_exact_length_equals_transformers(length: int, stack: Stac
             "return_token_ids": True,
         },
     )
-    assert answer["choices"][0]["token_ids"] == reference.greedy(prompt, MAX_TOKENS, ignore_eos=True)
+    token_ids = answer["choices"][0]["token_ids"]
+    assert len(token_ids) == MAX_TOKENS
+    assert token_ids == reference.likeliest(prompt, token_ids)
     assert answer["usage"]["prompt_tokens"] == length
 
 
