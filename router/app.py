@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -39,39 +40,38 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions(), Responses(), Ge
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+NOWHERE: Final = "nowhere"
+
 log = logging.getLogger("router")
 
 
 def build_app(config: RouterConfig) -> web.Application:
     """Raises ValueError for settings that only now turn out to be wrong."""
     seals = SealKeys.from_settings(config.seal_key, config.seal_key_file)
-    app = web.Application(middlewares=[errors], client_max_size=config.max_body_bytes)
-    for endpoint in ENDPOINTS:
-        app.router.add_post(endpoint.path, turn_handler(endpoint))
-    app.router.add_post(ABORT_PATH, abort.abort_requests)
-    for path in passthrough.POSTS:
-        app.router.add_post(path, passthrough.post)
-    app.router.add_get("/v1/models", models.list_models)
-    app.router.add_get("/v1/models/{model:.+}", models.get_model)
-    for path in passthrough.GETS:
-        app.router.add_route("*", path, passthrough.get)
-    app.router.add_get("/ping", admin.health)
-    app.router.add_get("/health", admin.health)
-    app.router.add_get("/ready", admin.ready)
-    app.router.add_get("/metrics", admin.metrics)
-    if config.status:
-        app.router.add_get(admin.STATUS_PATH, admin.status)
-    app.router.add_get(PATH, openapi)
+    app = web.Application(client_max_size=config.max_body_bytes)
+    routes: list[tuple[str, str, Handler]] = [
+        *(("POST", endpoint.path, partial(run_turn, endpoint=endpoint)) for endpoint in ENDPOINTS),
+        ("POST", ABORT_PATH, abort.abort_requests),
+        *(("POST", path, passthrough.post) for path in passthrough.POSTS),
+        ("GET", "/v1/models", models.list_models),
+        ("GET", "/v1/models/{model:.+}", models.get_model),
+        *(("*", path, passthrough.get) for path in passthrough.GETS),
+        ("GET", "/ping", admin.health),
+        ("GET", "/health", admin.health),
+        ("GET", "/ready", admin.ready),
+        ("GET", "/metrics", admin.metrics),
+        *([("GET", admin.STATUS_PATH, admin.status)] if config.status else []),
+        ("GET", PATH, openapi),
+    ]
+    for method, path, handler in routes:
+        if method == "GET":
+            app.router.add_get(path, guarded(handler))  # and HEAD
+        else:
+            app.router.add_route(method, path, guarded(handler))
+    app.router.add_route("*", "/{path:.*}", guarded(nowhere), name=NOWHERE)
     app.on_response_prepare.append(finish_headers)
     app.cleanup_ctx.append(lambda app: parts(app, config, seals))
     return app
-
-
-def turn_handler(endpoint: Endpoint) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return await run_turn(request, endpoint)
-
-    return handle
 
 
 async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | None) -> AsyncIterator[None]:
@@ -123,28 +123,49 @@ def _watched(task: asyncio.Task[None]) -> None:
         log.critical("engines are no longer watched", exc_info=error)
 
 
-@web.middleware
-async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error leaves as an OpenAI error body."""
-    request[REQUEST_ID] = request_id(request.headers)
-    try:
-        return await handler(request)
-    except APIError as error:
-        return json_error(error.status, error.body(), error.headers)
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[ROUTER].config.max_body_bytes
-        message = f"The request body is larger than {limit} bytes."
-        return json_error(413, error_body(message, type="BadRequestError", code=413))
-    except web.HTTPException as error:
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        message = f"{error.reason}: {request.method} {request.path}"
-        kind = "NotFoundError" if error.status == 404 else "BadRequestError"
-        return json_error(error.status, error_body(message, type=kind, code=error.status), headers)
-    except ConnectionResetError:
-        return web.Response()  # nobody will get it: the client has left, which is no error of ours
-    except Exception:
-        log.exception("a handler failed", extra={"request_id": request[REQUEST_ID]})
-        return json_error(500, error_body("Internal error of the router.", type="InternalServerError", code=500))
+def guarded(handler: Handler) -> Handler:
+    """With every error leaving as an OpenAI error body. Around each handler rather than as a middleware, which would be
+    looked up for every request."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        request[REQUEST_ID] = request_id(request.headers)
+        try:
+            return await handler(request)
+        except Exception as error:
+            return told(request, error)
+
+    return handle
+
+
+def told(request: web.Request, error: Exception) -> web.Response:
+    """What the client gets to know of an error."""
+    match error:
+        case APIError():
+            return json_error(error.status, error.body(), error.headers)
+        case web.HTTPRequestEntityTooLarge():
+            limit = request.app[ROUTER].config.max_body_bytes
+            message = f"The request body is larger than {limit} bytes."
+            return json_error(413, error_body(message, type="BadRequestError", code=413))
+        case web.HTTPException():
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            message = f"{error.reason}: {request.method} {request.path}"
+            kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+            return json_error(error.status, error_body(message, type=kind, code=error.status), headers)
+        case ConnectionResetError():
+            return web.Response()  # nobody will get it: the client has left, which is no error of ours
+    log.error("a handler failed", exc_info=error, extra={"request_id": request[REQUEST_ID]})
+    return json_error(500, error_body("Internal error of the router.", type="InternalServerError", code=500))
+
+
+async def nowhere(request: web.Request) -> web.StreamResponse:
+    """There is no such path, or it takes other methods."""
+    allowed: set[str] = set()
+    for resource in request.app.router.resources():
+        if resource.name != NOWHERE:
+            allowed |= (await resource.resolve(request))[1]
+    if allowed:
+        raise web.HTTPMethodNotAllowed(request.method, sorted(allowed))
+    raise web.HTTPNotFound
 
 
 def json_error(status: int, body: dict[str, object], headers: dict[str, str] | None = None) -> web.Response:

@@ -18,11 +18,14 @@ _AT_THE_TOP: Final = (*TRANSFER_KEYS, TOKEN_NOTE, "prompt_token_ids", "known_tok
 _INSIDE: Final = ("vllm_xargs", "sampling_params")
 _EXTRA: Final = "extra_args"
 _SUFFIX: Final = "transfer_params"
+_ANYWHERE: Final = frozenset({*_AT_THE_TOP, *_INSIDE, _EXTRA})
 
 
 def without_engine_talk(body: dict[str, Any], headers: Iterable[str] = (), *, refuse: bool = False) -> dict[str, Any]:
     """The client's body without it. With `refuse`: raises APIError 400 that names the first thing found instead, in the
     body or among the names of its headers (which do not go on to engines anyway)."""
+    if not refuse and body.keys().isdisjoint(_ANYWHERE):  # as it should be
+        return body
     found = [key for key in _AT_THE_TOP if body.get(key) is not None]
     found += [name for name in headers if name.lower().startswith(OURS) and name.lower() != EXPLAIN.lower()]
     clean = {key: value for key, value in body.items() if key not in _AT_THE_TOP}

@@ -47,6 +47,11 @@ class Known:
         """Whether a prefill engine may be given blocks now. What is not known is tried by one turn."""
         return self.now.bidirectional or (self.now.bidirectional is None and not self.trying)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether an id of it is known."""
+        return bool(self._ids)
+
     def goes_by(self, engine_id: str) -> bool:
         """Whether it has named blocks under this id."""
         return without_rank(engine_id) in self._ids

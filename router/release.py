@@ -132,10 +132,10 @@ class Releases:
         return "ok" if _is_taken(text) else "refused"
 
     def _owners(self, blocks: KVTransferParams) -> Iterator[Engine]:
-        """The engine that holds them; where its id is not known, all it may be."""
+        """The engine that holds them; where its id is not known, all it may be. None: it was started anew since."""
         others = [engine for engine in self._pool.decode if engine.known.now.kind == "vllm"]
         its_own = [engine for engine in others if engine.known.goes_by(blocks.remote_engine_id or "")]
-        yield from its_own or others
+        yield from its_own or [engine for engine in others if not engine.known.is_named]
 
     def _teller(self, owners: list[Engine]) -> tuple[Engine, str] | None:
         """A prefill engine that can tell each of these, the idlest, and a model that all of them serve."""

@@ -14,8 +14,7 @@ from tests.interop.talk import body_of, client, whole
 
 NUM_WORDS = 300
 SECONDS = 60.0
-"""For a release; without it the blocks would be there for OFFER_SECONDS more."""
-OFFER_SECONDS = VLLM.offer_seconds
+"""For a release; without one the blocks would be there for `VLLM.offer_seconds`, which is more."""
 
 
 async def num_held(session: aiohttp.ClientSession, engine: VLLM, num_blocks: int) -> int:

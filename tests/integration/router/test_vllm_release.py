@@ -89,6 +89,19 @@ def offering(d: VLLMStub) -> Any:
     return script
 
 
+async def test_engine_started_anew_is_not_told_of_what_it_held_before(redis_url: str) -> None:
+    """The prefill engine would look for an engine of that id, and complain."""
+    async with pair(redis_url) as (p, d, front):
+        await talk(front, "one two three", "vllm-anew")
+        await until(front.is_settled, "settled")
+        front.router.pool.decode[0].known.forget()  # as when it was down
+        d.role = "another"
+        await talk(front, "four five six", "vllm-anew")
+        await until(front.is_settled, "settled")
+        assert p.release_requests == []
+        assert await released(front, "waits_for_ttl") == 1
+
+
 async def test_prefill_engine_spends_few_blocks_on_it(redis_url: str) -> None:
     """Each release leaves a block there for its lease."""
     async with pair(redis_url, p={"num_blocks": 64}) as (p, _, front):
