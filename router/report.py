@@ -32,7 +32,7 @@ def _record(message: str, fields: Mapping[str, object]) -> logging.LogRecord:
     """What `log.info(message, extra=fields)` would make, without finding out anew what is the same for all."""
     record = logging.LogRecord.__new__(logging.LogRecord)
     now = time.time()
-    record.__dict__ = {**_blank, **fields, "msg": message, "created": now, "msecs": now % 1 * 1000}
+    record.__dict__ = {**_blank, **fields, "fields": fields, "msg": message, "created": now, "msecs": now % 1 * 1000}
     return record
 
 

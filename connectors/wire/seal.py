@@ -37,7 +37,7 @@ class SealKeys:
 
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         assert keys
-        self._keys = keys
+        self._keys = [hmac.new(key, digestmod="sha256") for key in keys]
 
     @classmethod
     def from_settings(cls, key: SecretStr | None, file: Path | None) -> Self | None:
@@ -89,10 +89,13 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def _mac(key: bytes, path: str, expiry: str, body: Mapping[str, Any]) -> str:
+def _mac(keyed: hmac.HMAC, path: str, expiry: str, body: Mapping[str, Any]) -> str:
+    """`keyed`: an HMAC of the key and nothing else, which is copied rather than made anew."""
     kv, ids = body.get(_KV), b""
     if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list):
         ids = hashlib.sha256(array("I", given).tobytes()).digest()  # as JSON they would cost more than all the rest
-        kv = {key: value for key, value in kv.items() if key != _IDS}
-    said = orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS)
-    return hmac.digest(key, said + ids, "sha256").hex()
+        kv = kv.copy()
+        del kv[_IDS]
+    mac = keyed.copy()
+    mac.update(orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS) + ids)
+    return mac.hexdigest()

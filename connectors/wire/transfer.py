@@ -281,7 +281,7 @@ class ECTransferParams(BaseModel):
 
 
 def _parse(model: type[M], value: object, where: str) -> M:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict | Mapping):
         raise WireError(where, f"an object expected, got {type(value).__name__}")
     try:
         return model.model_validate(value)
