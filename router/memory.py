@@ -17,12 +17,12 @@ from connectors.wire.transfer import KVTransferParams
 from router import lessons
 from router.answer import Answer
 from router.context import Router
+from router.faults import EngineFault
 from router.ids import ID_TYPE
 from router.record import Record
 from router.release import is_ours
 from router.request import Turn
 from router.store import Claimed, Saved
-from router.upstream import EngineFault
 from router.verify import verify
 
 OFFER_SHARE: Final = 15 / 16

@@ -18,13 +18,14 @@ from router import headers, jsontext, lessons, memory
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router
+from router.faults import EngineFault, gone_for_now
 from router.plan import Facts, Plan, make_plan
 from router.pool import Engine
 from router.relay import StreamRelay
 from router.release import is_ours
 from router.report import Report
 from router.request import Turn, read_turn
-from router.upstream import Decoding, EngineFault, gone_for_now
+from router.upstream import Decoding
 
 MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
 UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it

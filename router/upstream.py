@@ -1,8 +1,4 @@
-"""The requests the router makes of engines: the two legs of a turn, and giving blocks back.
-
-APIError                an engine refused the request itself (4xx): passed on as it is, nothing is tried again
-+-- EngineFault         an engine could not answer, and nothing has reached the client: another engine may
-"""
+"""The requests the router makes of engines: the two legs of a turn, and giving blocks back."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from multidict import CIMultiDictProxy
 from yarl import URL
@@ -18,12 +14,13 @@ from yarl import URL
 from connectors.wire.openai import APIError
 from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import KVTransferParams, WireError
-from router import jsontext
+from router import faults, jsontext
 from router.api.legs import Body, Prefilled
 from router.background import Background
 from router.clean import TRANSFER_KEYS
 from router.client import Client, Response
 from router.client_protocol import ClientError, ConnectFailed, Disconnected, TooLarge
+from router.faults import EngineFault, FaultKind
 from router.ids import ids_or_none
 from router.metrics import Metrics
 from router.pool import Engine, Pool
@@ -35,29 +32,9 @@ DRAIN_SECONDS: Final = 0.5
 LEAVING_SECONDS: Final = 0.5
 NO_MODEL: Final = "NotFoundError"  # what engines say of a model they do not have; of a path they say something else
 LEAVING: Final = "shutting down"  # what our engine's 503 says then
-PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
 JSON: Final = "Content-Type: application/json\r\n"
 
-FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]
-
 log = logging.getLogger("router.upstream")
-
-
-class EngineFault(APIError):
-    def __init__(self, engine: Engine, kind: FaultKind, status: int, message: str, **fields: Any) -> None:
-        fields.setdefault("type", "ServiceUnavailableError" if status == 503 else "InternalServerError")
-        super().__init__(status, message, **fields)
-        self.engine = engine
-        self.kind = kind
-        self.stale = False
-        """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
-        self.may_be_blocks = False
-        """It may have failed only at having the blocks that it was given."""
-
-    @property
-    def unsent(self) -> bool:
-        """The engine never saw the request; what was meant for it can be given to another."""
-        return self.kind == "unreachable"
 
 
 class Leg:
@@ -158,7 +135,7 @@ class Decoding(Leg):
         """The error an engine sent as an event, before anything else, as if it had come with a status."""
         code = error.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        return self._upstream.refusal(self._engine, status, _known_fields(error))
+        return self._upstream.refusal(self._engine, status, faults.known_fields(error))
 
     def ended_early(self) -> APIError:
         """The stream was over before it began."""
@@ -338,7 +315,7 @@ class Upstream:
         except TooLarge:
             raise self.fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes") from None
         if response.status != 200:
-            raise self.refusal(engine, response.status, _error_fields(response, text))
+            raise self.refusal(engine, response.status, faults.error_fields(response, text))
         return text
 
     async def refusal_in(self, engine: Engine, response: Response, due: float) -> APIError:
@@ -379,44 +356,11 @@ class Upstream:
         return broken
 
     def fault(self, engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
-        return self._counted(_fault(engine, kind, status, what))
+        return self._counted(faults.fault(engine, kind, status, what))
 
     def _counted(self, fault: EngineFault) -> EngineFault:
         self.metrics.leg_failures.add(fault.engine.role, fault.kind)
         return fault
-
-
-def gone_for_now(engine: Engine) -> EngineFault:
-    """It broke off and nobody can step in: likely it has crashed, and will be back."""
-    return _fault(engine, "disconnected", 503, "broke off the connection")
-
-
-def _fault(engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
-    headers = {"Retry-After": "1"} if status == 503 else {}
-    return EngineFault(engine, kind, status, f"The {engine.role} engine {what}. Try again.", headers=headers)
-
-
-def _error_fields(response: Response, text: bytes) -> dict[str, Any]:
-    """What the body of an error says, in any of the shapes engines use, and the headers that belong to it."""
-    fields: dict[str, Any] = {}
-    if response.is_json:
-        try:
-            body = jsontext.loads(text)
-        except ValueError:
-            body = None
-        error = body.get("error", body) if isinstance(body, dict) else None
-        fields = _known_fields(error) if isinstance(error, dict) else {"message": error if error else None}
-    fields["headers"] = {name: response.headers[name] for name in PASSED_ERROR_HEADERS if name in response.headers}
-    return fields
-
-
-def _known_fields(error: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        key: value for key in ("message", "type", "param", "code") if isinstance(value := error.get(key), str)
-    }
-    if isinstance(code := error.get("code"), int):
-        fields["code"] = code
-    return fields
 
 
 def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:

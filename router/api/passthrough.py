@@ -11,8 +11,8 @@ from router import headers
 from router.body import read_object
 from router.clean import without_engine_talk
 from router.context import REQUEST_ID, ROUTER, Router
+from router.faults import EngineFault
 from router.pool import Engine, Role
-from router.upstream import EngineFault
 
 POSTS: Final = (
     *("/tokenize", "/detokenize"),

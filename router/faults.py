@@ -1,0 +1,69 @@
+"""How a request to an engine can fail, and what an engine's own errors say.
+
+APIError                an engine refused the request itself (4xx): passed on as it is, nothing is tried again
++-- EngineFault         an engine could not answer, and nothing has reached the client: another engine may
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from connectors.wire.openai import APIError
+from router import jsontext
+from router.client import Response
+from router.pool import Engine
+
+PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
+
+FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]
+
+
+class EngineFault(APIError):
+    def __init__(self, engine: Engine, kind: FaultKind, status: int, message: str, **fields: Any) -> None:
+        fields.setdefault("type", "ServiceUnavailableError" if status == 503 else "InternalServerError")
+        super().__init__(status, message, **fields)
+        self.engine = engine
+        self.kind = kind
+        self.stale = False
+        """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
+        self.may_be_blocks = False
+        """It may have failed only at having the blocks that it was given."""
+
+    @property
+    def unsent(self) -> bool:
+        """The engine never saw the request; what was meant for it can be given to another."""
+        return self.kind == "unreachable"
+
+
+def gone_for_now(engine: Engine) -> EngineFault:
+    """It broke off and nobody can step in: likely it has crashed, and will be back."""
+    return fault(engine, "disconnected", 503, "broke off the connection")
+
+
+def fault(engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return EngineFault(engine, kind, status, f"The {engine.role} engine {what}. Try again.", headers=headers)
+
+
+def error_fields(response: Response, text: bytes) -> dict[str, Any]:
+    """What the body of an error says, in any of the shapes engines use, and the headers that belong to it."""
+    fields: dict[str, Any] = {}
+    if response.is_json:
+        try:
+            body = jsontext.loads(text)
+        except ValueError:
+            body = None
+        error = body.get("error", body) if isinstance(body, dict) else None
+        fields = known_fields(error) if isinstance(error, dict) else {"message": error if error else None}
+    fields["headers"] = {name: response.headers[name] for name in PASSED_ERROR_HEADERS if name in response.headers}
+    return fields
+
+
+def known_fields(error: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        key: value for key in ("message", "type", "param", "code") if isinstance(value := error.get(key), str)
+    }
+    if isinstance(code := error.get("code"), int):
+        fields["code"] = code
+    return fields
