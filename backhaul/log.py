@@ -58,6 +58,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def _extras(record: logging.LogRecord) -> list[tuple[str, object]]:
-    if (fields := record.__dict__.get("fields")) is not None:  # told, and not to be found among the rest
+    if isinstance(fields := record.__dict__.get("fields"), dict):  # told, and not to be found among the rest
         return list(fields.items())
     return [(key, value) for key, value in vars(record).items() if key not in _STANDARD]

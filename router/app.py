@@ -24,7 +24,7 @@ from router.background import Background
 from router.breakeven import BreakEven
 from router.client import Client
 from router.config import RouterConfig
-from router.context import REQUEST_ID, ROUTER, Router
+from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.headers import request_id
 from router.holdings import Holdings
 from router.metrics import Metrics
@@ -69,7 +69,6 @@ def build_app(config: RouterConfig) -> web.Application:
         else:
             app.router.add_route(method, path, guarded(handler))
     app.router.add_route("*", "/{path:.*}", guarded(nowhere), name=NOWHERE)
-    app.on_response_prepare.append(finish_headers)
     app.cleanup_ctx.append(lambda app: parts(app, config, seals))
     return app
 
@@ -124,15 +123,18 @@ def _watched(task: asyncio.Task[None]) -> None:
 
 
 def guarded(handler: Handler) -> Handler:
-    """With every error leaving as an OpenAI error body. Around each handler rather than as a middleware, which would be
-    looked up for every request."""
+    """With every error leaving as an OpenAI error body, and the headers that every response has. Around each handler
+    rather than as a middleware, which would be looked up for every request."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         request[REQUEST_ID] = request_id(request.headers)
         try:
-            return await handler(request)
+            response = await handler(request)
         except Exception as error:
-            return told(request, error)
+            response = told(request, error)
+        if not response.prepared:  # else it is a stream, and has them
+            finish_headers(request, response)
+        return response
 
     return handle
 
@@ -170,12 +172,3 @@ async def nowhere(request: web.Request) -> web.StreamResponse:
 
 def json_error(status: int, body: dict[str, object], headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(status=status, body=jsontext.dumps(body), content_type="application/json", headers=headers)
-
-
-async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "backhaul"
-    if (given := request.get(REQUEST_ID)) is not None:
-        response.headers["X-Request-Id"] = given
-    if request.app[ROUTER].draining:
-        response.headers["Connection"] = "close"
-        response.force_close()

@@ -46,3 +46,13 @@ class Router:
 
 ROUTER: Final = web.AppKey("router", Router)
 REQUEST_ID: Final = web.RequestKey("request_id", str)
+
+
+def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """The headers that every response has."""
+    headers = response.headers
+    headers["Server"] = "backhaul"
+    headers["X-Request-Id"] = request[REQUEST_ID]
+    if request.app[ROUTER].draining:
+        headers["Connection"] = "close"
+        response.force_close()

@@ -55,7 +55,7 @@ def error_fields(response: Response, text: bytes) -> dict[str, Any]:
         except ValueError:
             body = None
         error = body.get("error", body) if isinstance(body, dict) else None
-        fields = known_fields(error) if isinstance(error, dict) else {"message": error if error else None}
+        fields = known_fields(error) if isinstance(error, dict) else {"message": str(error) if error else None}
     fields["headers"] = {name: response.headers[name] for name in PASSED_ERROR_HEADERS if name in response.headers}
     return fields
 

@@ -135,7 +135,7 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     def filed(saved: Saved) -> None:
         turn.remembered = saved.kept
         for orphan in saved.orphans:
-            release(router, orphan)
+            release(router, orphan, may_be_read=not saved.is_certain)
         if saved.kept and offer is not None and all(orphan is not offer for orphan in saved.orphans):
             router.sweeper.watch(key, saved.stamp, record.deadline)
             router.holdings.saved(key, saved.stamp, record.decode, offer, record.deadline)
@@ -179,8 +179,9 @@ def settle(router: Router, turn: Turn) -> None:
 
 
 async def _put_back(router: Router, claimed: Claimed) -> None:
-    if not await router.store.put_back(claimed):
-        release(router, claimed.offer)
+    done = await router.store.put_back(claimed)
+    if not done:
+        release(router, claimed.offer, may_be_read=done is None)
     elif claimed.offer is not None:
         record = claimed.record
         router.holdings.saved(claimed.key, claimed.stamp, record.decode, claimed.offer, record.deadline)

@@ -35,12 +35,14 @@ _ERRORS: Final = {"NOSCRIPT": NoScriptError, "READONLY": ReadOnlyError, "LOADING
 class Command:
     """A command under way. Its future gets the reply, or an exception as a value."""
 
-    __slots__ = ("data", "future", "is_left", "late", "started")
+    __slots__ = ("data", "future", "is_dropped", "is_left", "late", "started")
 
     def __init__(self, data: bytes, future: asyncio.Future[Any], late: Late | None, started: float) -> None:
         self.data = data
         self.future = future
         self.late = late
+        self.is_dropped = False
+        """It was never sent, and will not be."""
         self.is_left = False
         """Nobody was told what the future has."""
         self.started = started
@@ -54,7 +56,10 @@ class Command:
     def leave(self) -> None:
         """Whoever waits has been cancelled; the future may have something all the same."""
         self.is_left = True
-        if not self.future.cancelled() and not isinstance(reply := self.future.result(), TimeoutError):
+        if self.future.cancelled():
+            return
+        reply = self.future.result()
+        if self.is_dropped or not isinstance(reply, TimeoutError):  # else the reply may still come
             self.settle(reply)
 
 
@@ -126,13 +131,15 @@ class Link:
             self._timer.cancel()
 
     async def _connect(self) -> None:
-        connection: Connection = self._connections.make_connection()  # type: ignore[no-untyped-call]
+        connection: Connection | None = None
         try:
+            connection = self._connections.make_connection()  # type: ignore[no-untyped-call]
             async with asyncio.timeout(self.timeout + LATE_SECONDS):
-                await connection.connect()  # type: ignore[no-untyped-call]
+                await connection.connect()
             self._line = _Line(connection, self._ended, self._answered)
         except Exception as error:  # of whatever kind: a server may say anything
-            await connection.disconnect(nowait=True)
+            if connection is not None:
+                await connection.disconnect(nowait=True)
             self._fail_unsent(error)
         else:
             while self._unsent:
@@ -176,7 +183,9 @@ class Link:
         now = loop.time()
         late = now - self.timeout
         while self._unsent and self._unsent[0].started <= late:
-            self._unsent.popleft().settle(TimeoutError())
+            dropped = self._unsent.popleft()
+            dropped.is_dropped = True
+            dropped.settle(TimeoutError())
         line = self._line
         if line is not None and line.asked and line.asked[0].started <= late - LATE_SECONDS:
             line.end("no reply")

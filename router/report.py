@@ -139,4 +139,7 @@ class Report:
             if self.first_byte is not None:
                 fields["first_byte_ms"] = round(1000 * self.first_byte, 1)
             fields["ms"] = round(1000 * seconds, 1)
-            log.handle(_record("turn", fields))
+            if logging.getLogRecordFactory() is logging.LogRecord:
+                log.handle(_record("turn", fields))
+            else:
+                log.info("turn", extra=fields)

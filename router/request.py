@@ -105,6 +105,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     tenant = tenant_of(router, request)
     scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
+    several = endpoint.several(body)
     leg = os.urandom(16).hex()
     return Turn(
         endpoint=endpoint,
@@ -114,8 +115,8 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         body=body,
         headers=headers.onward(request.headers, report.request_id, leg),
         model=model,
-        alone=endpoint.alone(body, ours=router.pool.decodes_ours(model)),
-        several=endpoint.several(body),
+        alone=endpoint.alone(body, ours=several and router.pool.decodes_ours(model)),
+        several=several,
         conversation=identify(scope, name, history),
         media=media_digests(history),
         explain=router.config.explain and request.headers.get("X-Backhaul-Explain") == "1",

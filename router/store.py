@@ -29,7 +29,9 @@ MAX_TTL_MS: Final = 2**40
 STAMP_BYTES: Final = 16
 
 _NONE: Final = object()
-"""No reply."""
+"""It was not done."""
+_LOST: Final = object()
+"""It was sent, and nobody knows what became of it."""
 
 log = logging.getLogger("router.store")
 
@@ -53,6 +55,8 @@ class Saved:
     """Offers nobody will use any more: the replaced record's unclaimed one, or the given one if it was not kept."""
     stamp: bytes = b""
     """Of this save; empty if it was not kept."""
+    is_certain: bool = True
+    """Whether the given offer, if it is an orphan, cannot be found in the store by anybody."""
 
 
 class Store:
@@ -83,7 +87,7 @@ class Store:
                     self._start(PUT_BACK, key, stamp, offered)
 
         reply = await self._run("claim", CLAIM, key, late=give_back)
-        if reply is _NONE:
+        if reply is _NONE or reply is _LOST:
             return None
         claimed, result = _read(key, reply)
         self._count("claim", result)
@@ -120,21 +124,31 @@ class Store:
                     return Saved(True, orphans if offered else (*orphans, *given), stamp)
                 case [0, _]:
                     self._count("save", "older")
-                case _ if reply is not _NONE and not isinstance(reply, Exception):
+                case Exception():
+                    return replace(lost, is_certain=isinstance(reply, ResponseError))
+                case _ if reply is _LOST:
+                    return replace(lost, is_certain=False)
+                case _ if reply is not _NONE:
                     self._count("save", "unreadable")
             return lost
 
         def late(reply: Any, cancelled: bool) -> None:
-            if cancelled:
+            if cancelled and isinstance(reply, NoScriptError) and not self._link.is_full:
+                self._link.send("EVAL", SAVE.text, 1, key, *arguments, late=late).future.cancel()
+            elif cancelled:
                 left(saved(reply))
             elif not isinstance(reply, Exception):
                 self._start(TAKE_OFFER, key, stamp)
+                match reply:  # what it has replaced is nobody's now
+                    case [1, replaced] if (old := _unpacked(replaced)) is not None:
+                        left(Saved(False, (old,)))
 
-        ttl_ms = min(remaining_ms, MAX_TTL_MS)
-        return saved(await self._run("save", SAVE, key, record.turn, stamp, ttl_ms, data, offered, late=late))
+        arguments = (record.turn, stamp, min(remaining_ms, MAX_TTL_MS), data, offered)
+        return saved(await self._run("save", SAVE, key, *arguments, late=late))
 
-    async def put_back(self, claimed: Claimed) -> bool:
-        """Leave the claimed offer to the next turn. False if its record is no longer there: then release it."""
+    async def put_back(self, claimed: Claimed) -> bool | None:
+        """Leave the claimed offer to the next turn. False if its record is no longer there: then release it. None if
+        nobody knows."""
         if claimed.offer is None:
             return True
         key, stamp, offered = claimed.key, claimed.stamp, _packed(claimed.offer)
@@ -144,8 +158,8 @@ class Store:
                 self._start(TAKE_OFFER, key, stamp)
 
         reply = await self._run("put_back", PUT_BACK, key, stamp, offered, late=take_again)
-        if reply is _NONE:
-            return False
+        if reply is _NONE or reply is _LOST:
+            return False if reply is _NONE else None
         self._count("put_back", "ok" if reply == 1 else "gone")
         return bool(reply == 1)
 
@@ -157,7 +171,7 @@ class Store:
                 self._start(PUT_BACK, key, stamp, reply)
 
         reply = await self._run("take_offer", TAKE_OFFER, key, stamp, late=give_back)
-        if reply is _NONE:
+        if reply is _NONE or reply is _LOST:
             return None
         offer = _unpacked(reply)
         self._count("take_offer", "gone" if reply is None else "unreadable" if offer is None else "ok")
@@ -169,6 +183,8 @@ class Store:
         return self._link.num_pending
 
     async def ping(self) -> bool:
+        if time.monotonic() < self._paused_until:
+            return False
         reply = await _reply(self._link.send("PING"))
         if isinstance(reply, Exception):
             self._failed("ping", reply)
@@ -186,7 +202,8 @@ class Store:
             self._link.send("EVAL", script.text, 1, key, *arguments)
 
     async def _run(self, op: str, script: Script, key: str, *arguments: bytes | int, late: Late) -> Any:
-        """The reply, or `_NONE`: then it counts as not done, which `late` makes true of one that comes later."""
+        """The reply; or `_NONE` or `_LOST`: then it counts as not done, which `late` makes true if a reply still
+        comes."""
         if time.monotonic() < self._paused_until or self._link.is_full:
             self._count(op, "skipped")
             return _NONE
@@ -202,9 +219,9 @@ class Store:
     def _failed(self, op: str, error: Exception) -> object:
         if isinstance(error, ResponseError):
             self._refusal(op, type(error).__name__)
-        else:
-            self._fault(op, "timeout" if isinstance(error, TimeoutError) else "error", type(error).__name__)
-        return _NONE
+            return _NONE
+        self._fault(op, "timeout" if isinstance(error, TimeoutError) else "error", type(error).__name__)
+        return _LOST
 
     def _answered(self, op: str) -> None:
         if self._faults:

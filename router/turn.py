@@ -17,7 +17,8 @@ from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from router import headers, jsontext, lessons, memory
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
-from router.context import REQUEST_ID, ROUTER, Router
+from router.capabilities import exchanges
+from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.faults import EngineFault, gone_for_now
 from router.plan import Facts, Plan, make_plan
 from router.pool import Engine
@@ -53,7 +54,8 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         report.status, report.outcome = error.status, "rejected"
         raise
     except (asyncio.CancelledError, ConnectionResetError):
-        report.status, report.outcome = 499, "client_gone"
+        if report.outcome == "failed":  # else it had all of its answer, or was told that there is no more
+            report.status, report.outcome = 499, "client_gone"
         raise
     except Exception:
         report.status = 500
@@ -89,10 +91,12 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
             try:
                 if plan.prefill is None:
                     prefilled = None
-                elif prefilled is None or _stale(router, prefilled):
+                elif prefilled is None or _stale(router, prefilled) or not _fits(router, prefilled, plan):
                     prefilled = await prefill(router, turn, plan, plan.prefill)
                 return await decode(router, request, turn, plan, prefilled)
             except EngineFault as fault:
+                if asyncio.get_running_loop().time() >= turn.deadline:
+                    raise  # whoever would be asked next has no time
                 if prefilled is not None and prefilled.params is not None:
                     excuse(turn, fault)
                 retry(router, turn, fault)
@@ -144,6 +148,9 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
         # What the engine was offered it may not have looked at.
         memory.release(router, offer if prefilled is None else prefilled.params, may_be_read=True)
 
+    def unsent() -> None:
+        turn.past.in_hand = offer is not None
+
     try:
         with engine.known.given_blocks() if offer is not None else nullcontext():
             prefilled = await router.upstream.prefill(
@@ -153,13 +160,14 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
                 turn.headers,
                 deadline=_prefill_deadline(router, turn, offer),
                 left=left,
+                unsent=unsent,
             )
     except APIError as error:
         if offer is not None:
             memory.take_back(router, turn, error)
             if isinstance(error, EngineFault):
                 error.may_be_blocks = error.kind in ("status", "params", "timeout") and error.status != 503
-                if error.kind == "timeout":
+                if error.kind == "timeout" and engine.failures == engine.in_flight == 0:  # nothing else held it up
                     lessons.from_pull_that_hung(engine)
         raise
     lessons.from_prefill(turn, engine, prefilled, offer)
@@ -346,6 +354,14 @@ def _prefill_deadline(router: Router, turn: Turn, offer: KVTransferParams | None
     return min(turn.deadline, asyncio.get_running_loop().time() + router.config.pull_timeout)
 
 
+def _fits(router: Router, prefilled: Prefilled, plan: Plan) -> bool:
+    """Whether the decode engine that is to have the blocks can use them; when they were made it was another."""
+    if prefilled.engine == plan.prefill:
+        return True
+    prefill, decode = router.pool.get("prefill", prefilled.engine), router.pool.get("decode", plan.decode)
+    return exchanges(prefill.known.now, decode.known.now)
+
+
 def _stale(router: Router, prefilled: Prefilled) -> bool:
     age = asyncio.get_running_loop().time() - prefilled.answered_at
     return age > router.config.dispatch_deadline
@@ -363,6 +379,7 @@ async def _begin(request: web.Request, response: web.StreamResponse, turn: Turn,
     response.headers.extend(_answer_headers(turn, leg))
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
+    finish_headers(request, response)
     await response.prepare(request)
 
 

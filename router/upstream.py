@@ -182,16 +182,22 @@ class Upstream:
         *,
         deadline: float,
         left: Callable[[Prefilled | None], None],
+        unsent: Callable[[], None],
     ) -> Prefilled:
         """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time.
 
         If the caller is cancelled meanwhile, an answer may be on its way, and only it says which blocks to give back:
         `left` gets it, or None if it does not come soon; the request is aborted then, by closing the connection.
+        `unsent` is called instead if the engine has not even got the whole request.
         """
         leg = Leg(self, engine, min(self.loop.time() + self._prefill_timeout, deadline))
         ends_here = True
         try:
-            await leg.send(path, body, headers)
+            try:
+                await leg.send(path, body, headers)
+            except asyncio.CancelledError:
+                unsent()
+                raise
             try:
                 return self._prefilled(engine, await leg.whole(), leg.started)
             except asyncio.CancelledError:
@@ -255,12 +261,15 @@ class Upstream:
         due = self.loop.time() + self._prefill_timeout
         url = str(URL(engine.url).join(target))
         data = None if body is None else jsontext.dumps_request(body)
-        try:
-            with await self._client.send(method, url, headers, data, due) as response:
-                text = await self._good(engine, response, due)
-                return Told(response.headers, text)
-        except (ClientError, TimeoutError) as error:
-            raise self.fault_of(engine, error) from error
+        for again in (False, True):
+            try:
+                with await self._client.send(method, url, headers, data, due) as response:
+                    text = await self._good(engine, response, due)
+                    return Told(response.headers, text)
+            except (ClientError, TimeoutError) as error:
+                if again or method != "GET" or not (isinstance(error, Disconnected) and error.stale):
+                    raise self.fault_of(engine, error) from error
+        raise AssertionError("two tries")
 
     async def abort(self, engine: Engine, name: str) -> bool:
         """Whether the engine has ended the leg of this name: its answer comes to its end by itself. Raises APIError."""

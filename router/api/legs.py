@@ -79,7 +79,7 @@ class Endpoint(Protocol):
 
     def alone(self, body: Body, *, ours: bool) -> str | None:
         """Why the KV of this request cannot be handed over, so that the decode engine must prefill; None if it can.
-        `ours`: whether all engines that may decode it are Backhaul's."""
+        `ours`: whether all engines that may decode it are Backhaul's; it counts only where `several` is true."""
 
     def several(self, body: Body) -> bool:
         """Whether there will be no one answer to go on from."""

@@ -671,3 +671,28 @@ async def test_engine_that_is_told_to_leave_may_finish_what_it_has(front: Front,
     await asyncio.sleep(0)
     leave.set()
     assert (await answering).status == 200
+
+
+@pytest.mark.parametrize("error", ['{"error": 503}', '{"error": true}', '{"error": ["busy"]}', '{"detail": {"a": 1}}'])
+async def test_error_in_a_shape_nobody_knows_keeps_its_status(front: Front, p: StubEngine, error: str) -> None:
+    async def odd(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text=error, status=422, content_type="application/json")
+
+    p.scripts.append(odd)
+    answer = await front.post(CHAT)
+    assert answer.status == 422
+    assert isinstance(answer.error["message"], str)
+
+
+async def test_turn_ends_with_its_deadline(redis_url: str, p: StubEngine, d: StubEngine) -> None:
+    """What is over is not tried again, and the engines are not blamed for it."""
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with router_over([p], [d], redis_url, turn_timeout=0.5) as front:
+        d.scripts.append(slow)
+        answer = await front.post(CHAT)
+        assert (answer.status, answer.error["message"]) == (504, "The decode engine did not answer in time. Try again.")
+        assert (len(p.seen), len(d.seen)) == (1, 1)

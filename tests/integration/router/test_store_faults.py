@@ -321,7 +321,7 @@ async def test_what_a_late_command_did_is_undone(tmp_path: Path, metrics: Metric
 
             found = await store.claim("k")
             assert found is not None
-            assert await while_frozen(lambda: store.put_back(found)) is False
+            assert await while_frozen(lambda: store.put_back(found)) is None, "nobody knows"
             assert not await redis.hexists("k", "offer"), "the caller has released it"
 
             assert await store.put_back(found)
