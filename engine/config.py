@@ -63,7 +63,7 @@ class EngineConfig(_Settings):
     """Of weights and KV. auto: bfloat16 where the device computes it natively, else float32."""
     quantization: Literal["int8"] | None = None
     """int8: on a CPU, weights in 8 bits, or the file's if those are fewer, and products in whole numbers: about
-    twice as fast. Default: as exact as `dtype` is."""
+    1.5 times as fast to decode. Default: as exact as `dtype` is."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Positive | None = None
     """Longest prompt plus output, in tokens; default: the model's own limit."""
