@@ -61,7 +61,7 @@ soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): ev
 fuzz: install ## Send FUZZ_CASES (20000) broken requests to engines and router: nothing may break (other FUZZ_SEEDs, others)
 	FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/fuzz
 
-interop: install model ## Run the router over real vLLM engines (once 3.5 GB into the user's cache, then about 10 minutes)
+interop: install model ## Run the router over real vLLM engines (once 3.5 GB into the user's cache; wants 9 GiB of memory)
 	$(BIN)/pytest tests/interop $(PYTEST_FLAGS)
 
 interop-record: install model ## Record anew what real vLLM engines say, for the tests that do without them
