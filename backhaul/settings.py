@@ -217,13 +217,14 @@ def _describe(
     return f"{place}: {message}{value}"
 
 
-_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
+_URL_LOGIN = re.compile(r"(?<=://)[^/?]*@")
+_URL_SECRET = re.compile(r"(?<=[?&])(\w*password)=[^&]*")
 
 
 def _masked(value: Any) -> Any:
-    """Hide the user:password part of URLs; SecretStr fields arrive masked."""
+    """Hide the user:password part of URLs, and passwords among their options; SecretStr fields arrive masked."""
     if isinstance(value, str):
-        return _URL_PASSWORD.sub("***@", value)
+        return _URL_SECRET.sub(r"\1=***", _URL_LOGIN.sub("***@", value))
     if isinstance(value, dict):
         return {_masked(key): _masked(item) for key, item in value.items()}
     if isinstance(value, list):

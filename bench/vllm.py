@@ -59,6 +59,7 @@ async def first_tokens(
                 reply = await stream_chat(session, f"{url}/v1", body)
                 history.append({"role": "assistant", "content": reply.text})
                 seconds[name][turn].append(reply.ttft)
+                print(f"{number + 1}.{turn + 1} {name}: {reply.ttft:.3f} s", file=sys.stderr, flush=True)
     return seconds
 
 

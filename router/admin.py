@@ -1,4 +1,4 @@
-"""What orchestrators, scrapers and operators ask: /health, /ready, /metrics, /admin/status."""
+"""What orchestrators, scrapers and operators ask: /health, /ready, /metrics, /admin/status, /admin/drain."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Final
 
 from aiohttp import web
 
+from connectors.wire.openai import APIError, bad_request
+from router.body import read_object
 from router.context import ROUTER
 from router.metrics import CONTENT_TYPE
 from router.status import status_of
 
 STATUS_PATH: Final = "/admin/status"
+DRAIN_PATH: Final = "/admin/drain"
+MAX_BODY_BYTES: Final = 64 << 10
 
 
 async def health(_: web.Request) -> web.Response:
@@ -25,7 +29,7 @@ async def ready(request: web.Request) -> web.Response:
         "ready": router.ready,
         "draining": router.draining,
         "engines": [
-            {"url": engine.url, "role": engine.role, "state": engine.state, "models": sorted(engine.models)}
+            {"url": engine.name, "role": engine.role, "state": engine.state, "models": sorted(engine.models)}
             for engine in router.pool.engines
         ],
     }
@@ -40,3 +44,24 @@ async def status(request: web.Request) -> web.Response:
     """The engines, what they can do and how that is known, and what turns do without. Holds no secret and nothing of
     any conversation, but names engines: not for clients."""
     return web.json_response(status_of(request.app[ROUTER]), headers={"Cache-Control": "no-store"})
+
+
+async def drain(request: web.Request) -> web.Response:
+    """Have an engine drained, or take that back: `{"engine": URL, "role": "prefill" or "decode", "drain": true}`.
+
+    It gets no new turns, finishes what it has, and its blocks may still be read; until this router ends, or is told
+    otherwise."""
+    router = request.app[ROUTER]
+    body = await read_object(request, MAX_BODY_BYTES)
+    url, role, on = body.get("engine"), body.get("role"), body.get("drain", True)
+    if not isinstance(url, str):
+        raise bad_request("The URL of an engine expected, as the status names it.", param="engine")
+    if role not in (None, "prefill", "decode"):
+        raise bad_request("prefill or decode expected, or nothing for both.", param="role")
+    if not isinstance(on, bool):
+        raise bad_request("true or false expected.", param="drain")
+    engines = router.pool.drain(url.rstrip("/"), role, on=on)
+    if not engines:
+        raise APIError(404, "There is no such engine.", type="NotFoundError", param="engine")
+    told = [{"url": one.name, "role": one.role, "state": one.state, "in_flight": one.in_flight} for one in engines]
+    return web.json_response({"engines": told})

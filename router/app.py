@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -14,6 +13,7 @@ from connectors.wire.openai import APIError, error_body
 from connectors.wire.openapi import PATH
 from connectors.wire.seal import SealKeys
 from router import admin, jsontext
+from router.admission import Gate
 from router.api import abort, models, passthrough
 from router.api.chat import Chat
 from router.api.completions import Completions
@@ -22,11 +22,14 @@ from router.api.legs import Endpoint
 from router.api.responses import Responses
 from router.background import Background
 from router.breakeven import BreakEven
+from router.budget import RetryBudget
 from router.client import Client
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
+from router.discovery.follow import Discovery
 from router.headers import request_id
 from router.holdings import Holdings
+from router.member import Role
 from router.metrics import Metrics
 from router.openapi import openapi
 from router.pool import Pool
@@ -35,11 +38,13 @@ from router.store import Store
 from router.sweep import Sweeper
 from router.turn import run_turn
 from router.upstream import ABORT_PATH, RELEASE_SECONDS, Upstream
+from router.watch import Watch
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions(), Responses(), Generate())
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 NOWHERE: Final = "nowhere"
 
 log = logging.getLogger("router")
@@ -76,17 +81,19 @@ def build_app(config: RouterConfig) -> web.Application:
 async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | None) -> AsyncIterator[None]:
     """Everything with a life of its own: started before the first request, ended after the last."""
     metrics = Metrics([endpoint.name for endpoint in ENDPOINTS])
-    store = Store(config.redis, timeout=config.redis_timeout, max_record_bytes=config.max_record_bytes, metrics=metrics)
+    store = Store(
+        config.redis,
+        password_file=config.redis_password_file,
+        timeout=config.redis_timeout,
+        max_record_bytes=config.max_record_bytes,
+        metrics=metrics,
+    )
     break_even, background = BreakEven(config.decode_only_tokens), Background()
     async with Client(config.connect_timeout) as client:
-        pool = Pool(
-            client,
-            prefill=config.prefill,
-            decode=config.decode,
-            probe_interval=config.probe_interval,
-            probe_timeout=config.probe_timeout,
-            stated=config.engines,
-        )
+        pool = Pool([role for role in ROLES if config.entries(role)], stated=config.engines)
+        watch = Watch(pool, client, interval=config.probe_interval, timeout=config.probe_timeout)
+        discovery = Discovery(pool, {role: config.entries(role) for role in ROLES})
+        prefill_gate, decode_gate = (_gate(config, pool, role) for role in ROLES)
         upstream = Upstream(
             client,
             pool,
@@ -102,24 +109,58 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
         holdings = Holdings(pool, store, releases, background, metrics, share=config.idle_kv_share)
         sweeper = Sweeper(store, releases.release, due=holdings.taken)
         router = app[ROUTER] = Router(
-            config, metrics, pool, upstream, store, releases, sweeper, holdings, break_even, background
+            config=config,
+            metrics=metrics,
+            pool=pool,
+            upstream=upstream,
+            store=store,
+            releases=releases,
+            sweeper=sweeper,
+            holdings=holdings,
+            break_even=break_even,
+            background=background,
+            budget=RetryBudget(config.retry_share),
+            prefill_gate=prefill_gate,
+            decode_gate=decode_gate,
         )
-        metrics.follow(pool, lambda: router.turns.count, lambda: break_even.tokens)
-        await store.ping()  # says in the log if nobody answers
+        metrics.follow(
+            pool, lambda: router.turns.count, lambda: break_even.tokens, prefill=prefill_gate, decode=decode_gate
+        )
+        pinging = background.start(store.ping())  # says in the log if nobody answers
         sweeper.start()
-        watch = asyncio.create_task(pool.watch(), name="watch engines")
-        watch.add_done_callback(_watched)
+        watch.start()
+        discovery.start()
+        await pinging
         yield
-        watch.cancel()
-        await asyncio.wait([watch])
+        await discovery.close()
+        await watch.close()
         await sweeper.close()
         await background.settle(RELEASE_SECONDS)
     await store.close()
 
 
-def _watched(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("engines are no longer watched", exc_info=error)
+def _gate(config: RouterConfig, pool: Pool, role: Role) -> Gate:
+    limit = config.prefill_limit if role == "prefill" else config.decode_limit
+    gate = Gate(role, lambda: pool.of(role), per_engine=limit, most_waiting=config.max_waiting)
+    pool.on_change.append(gate.let_in)
+    return gate
+
+
+def build_admin_app(router: Router) -> web.Application:
+    """What only operators are answered, on a port of their own."""
+    app = web.Application()
+    app[ROUTER] = router
+    routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/health", admin.health),
+        ("GET", "/ready", admin.ready),
+        ("GET", "/metrics", admin.metrics),
+        ("GET", admin.STATUS_PATH, admin.status),
+        ("POST", admin.DRAIN_PATH, admin.drain),
+        ("*", "/{path:.*}", nowhere),
+    ]
+    for method, path, handler in routes:
+        app.router.add_route(method, path, guarded(handler), name=NOWHERE if method == "*" else None)
+    return app
 
 
 def guarded(handler: Handler) -> Handler:

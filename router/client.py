@@ -10,7 +10,7 @@ import asyncio
 import base64
 import ssl
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -22,7 +22,7 @@ from router.client_coding import Decoder, decoder_for
 from router.client_protocol import ConnectFailed, Connection, ConnectTimeout, Disconnected, TooLarge
 
 _JSON: Final = "application/json"
-KEEP_ALIVE_SECONDS: Final = 2.0
+KEEP_ALIVE_SECONDS: Final = 3.0
 """vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request."""
 
 
@@ -67,6 +67,16 @@ class Response:
     @property
     def is_json(self) -> bool:
         return self.headers.get("Content-Type") == _JSON or self.content_type == _JSON
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it has come."""
+        return self._connection.has_begun
+
+    @property
+    def heard_at(self) -> float:
+        """When something last came, in event loop time."""
+        return self._connection.heard_at
 
     @property
     def has_ended(self) -> bool:
@@ -174,6 +184,8 @@ class Client:
         self._idle: defaultdict[Origin, list[Connection]] = defaultdict(list)
         """The longest idle first."""
         self._timer: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[Origin], None] = lambda _: None
+        """Called when a server closes a connection that could have been used again: it may have ended."""
 
     @property
     def num_busy(self) -> int:
@@ -278,7 +290,10 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop), origin.host, origin.port, ssl=self._tls if origin.tls else None
+                    lambda: Connection(self._loop, lambda: self.on_lost(origin)),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.tls else None,
                 )
         except TimeoutError:
             raise ConnectTimeout(f"no connection within {self._connect_timeout} s") from None
@@ -287,7 +302,12 @@ class Client:
         return connection
 
 
-@lru_cache(maxsize=256)
+def origin_of(url: str) -> Origin:
+    """Raises ValueError for a URL that cannot be asked."""
+    return _target(url).origin
+
+
+@lru_cache(maxsize=8192)
 def _target(text: str) -> Target:
     url = URL(text)
     if url.scheme not in ("http", "https") or not url.raw_host or not url.port:

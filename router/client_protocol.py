@@ -11,6 +11,7 @@ ClientError             an exchange that did not come to its end
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import chain
 from typing import Final, cast
 
@@ -55,8 +56,11 @@ class TooLarge(ClientError):
 class Connection(asyncio.Protocol):
     """Its methods are called by asyncio, by the parser (`on_…`), and by the one whose request it carries."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[], None] | None = None) -> None:
+        """`on_lost`: called when the peer closes it though it could have been used again."""
         self.idle_since = 0.0
+        self.heard_at = loop.time()
+        """When something last came."""
         self.is_open = False
         self.done = True
         """Nothing more of an answer is due."""
@@ -64,6 +68,7 @@ class Connection(asyncio.Protocol):
         """Of the answer; 0 until its headers are complete."""
         self.headers: CIMultiDictProxy[str]
         self._loop = loop
+        self._on_lost = on_lost
         self._parts: list[bytes] = []
         self.on_body = self._parts.append  # called by the parser for every chunk
         self._parser = HttpResponseParser(self)
@@ -72,7 +77,8 @@ class Connection(asyncio.Protocol):
         self._error: ClientError | None = None
         self._reused = False
         self._reusable = True
-        self._has_begun = False
+        self.has_begun = False
+        """Whether anything of the answer has come."""
         self._ends_by_close = False
         self._pairs: list[tuple[str, str]] = []
         self._num_buffered = 0
@@ -150,12 +156,13 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """At once: an engine must see that nobody waits, even if it has not read all of the request."""
         self._reusable = False
+        self._on_lost = None
         self._transport.abort()
 
     def _begin(self) -> None:
         self.done = False
         self.status = 0
-        self._has_begun = self._ends_by_close = self._is_given_up = False
+        self.has_begun = self._ends_by_close = self._is_given_up = False
         self._num_barren = 0
 
     async def _send_slices(self, head: bytes, body: bytes, due: float | None) -> None:
@@ -205,7 +212,8 @@ class Connection(asyncio.Protocol):
         if self.done:  # nothing was asked
             self.close()
             return
-        self._has_begun = True
+        self.has_begun = True
+        self.heard_at = self._loop.time()
         num_before = len(self._parts)
         try:
             self._parser.feed_data(data)
@@ -236,13 +244,15 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def _peer_closed(self, *, broken: bool = False) -> None:
+        if self._on_lost is not None and self._reusable:
+            self._on_lost()
         self._reusable = False
         if self.done:
             return
         if self.status and self._ends_by_close and not broken and self._error is None:
             self.done = True
         elif self._error is None:
-            self._error = Disconnected(stale=self._reused and not self._has_begun)
+            self._error = Disconnected(stale=self._reused and not self.has_begun)
         self._wake()
 
     def _hold(self, num_bytes: int) -> None:

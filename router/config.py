@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from router.statement import EngineStatement, EngineURL
+from router.discovery.parse import check
+from router.redis_address import RedisAddress, password_file, redis_url
+from router.statement import EngineStatement
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-
-
-def _redis_url(value: str) -> str:
-    parts = urlsplit(value)
-    try:
-        good = parts.port != 0 and bool(parts.path if parts.scheme == "unix" else parts.hostname)
-    except ValueError:
-        good = False
-    if parts.scheme not in ("redis", "rediss", "unix") or not good:
-        raise ValueError("not a Redis address; give it as redis://HOST:PORT/DB")
-    return value
 
 
 def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -32,7 +22,7 @@ def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
-EngineURLs = Annotated[tuple[EngineURL, ...], AfterValidator(_distinct)]
+Entries = Annotated[tuple[Annotated[str, AfterValidator(check)], ...], AfterValidator(_distinct)]
 
 
 class RouterConfig(BaseModel):
@@ -42,15 +32,24 @@ class RouterConfig(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
-    prefill: EngineURLs = ()
-    """URL of a prefill engine. With none, decode engines prefill for themselves."""
-    decode: Annotated[EngineURLs, Field(min_length=1)]
-    """URL of a decode engine."""
-    engines: Mapping[EngineURL, EngineStatement] = Field(default_factory=dict)
-    """What is stated of engines, by URL, in place of having it found out: kind, block_size, bidirectional,
+    admin_host: str = "127.0.0.1"
+    """Address to listen on for operators."""
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port to listen on for operators: status, metrics, draining of engines. Not for clients. Default: none."""
+    prefill: Entries = ()
+    """URL of a prefill engine, or of what names some: dns://NAME:PORT, srv://NAME, pods://NAMESPACE?labels=…&port=…,
+    endpointslices://NAMESPACE/SERVICE?port=…. With none, decode engines prefill for themselves."""
+    decode: Annotated[Entries, Field(min_length=1)]
+    """The same of decode engines."""
+    engines: Mapping[Annotated[str, AfterValidator(check)], EngineStatement] = Field(default_factory=dict)
+    """What is stated of engines, by URL or by that of what names them, in place of having it found out: kind,
+    block_size, bidirectional,
     streams_carry_params, tokenize, api_key_file."""
-    redis: Annotated[str, AfterValidator(_redis_url)] = "redis://127.0.0.1:6379/0"
-    """Redis or Valkey with the conversation records. A cache: without it turns are answered, but not remembered."""
+    redis: Annotated[str, AfterValidator(redis_url)] = "redis://127.0.0.1:6379/0"
+    """Redis or Valkey with the conversation records: redis://, rediss://, unix://, redis+sentinel:// or
+    redis+cluster://. A cache: without it turns are answered, but not remembered."""
+    redis_password_file: Annotated[Path, AfterValidator(password_file)] | None = None
+    """File whose first line is the password for Redis, in place of one in its address; read for each connection."""
     redis_timeout: Seconds = 0.05
     """Seconds one exchange with Redis may take; beyond, the turn goes on without the record."""
     conversation_ttl: Seconds = 450.0
@@ -90,7 +89,19 @@ class RouterConfig(BaseModel):
     prefill_fallback: Literal["fail", "decode"] = "fail"
     """When no prefill engine can be had: answer 503, or let the decode engine prefill for itself."""
     affinity_slack: Annotated[int, Field(ge=0)] = 4
-    """A conversation stays on its engines unless they have this many more requests in flight than the idlest."""
+    """A conversation stays on its engines, and a system prompt goes to those that have seen it, unless they have this
+    many more requests to work on than another."""
+    prefill_limit: Positive | None = None
+    """Requests of this router that a prefill engine gets at a time; more wait here, the lowest `priority` first.
+    Default: any number."""
+    decode_limit: Positive | None = None
+    """The same of decode engines; a turn that waits for one has not been prefilled yet."""
+    max_waiting: Annotated[int, Field(ge=0)] = 1000
+    """Turns that may wait for room in a pool; beyond, 503."""
+    queue_timeout: Seconds = 30.0
+    """Seconds a turn may wait for room; then 503."""
+    retry_share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Of all turns, how many may be tried again for faults of engines; a few per minute always may."""
     connect_timeout: Seconds = 2.0
     """Seconds to connect to an engine."""
     prefill_timeout: Seconds = 120.0
@@ -122,7 +133,20 @@ class RouterConfig(BaseModel):
     log_format: Literal["console", "json"] = "console"
 
     @model_validator(mode="after")
+    def _redis_has_one_password(self) -> Self:
+        try:
+            RedisAddress.parse(self.redis, self.redis_password_file)
+        except ValueError as error:
+            raise ValueError(f"redis: {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _engines_are_ours(self) -> Self:
-        if strange := [url for url in self.engines if url not in (*self.prefill, *self.decode)]:
+        sources = (*self.prefill, *self.decode)
+        strange = [url for url in self.engines if url not in sources]
+        if strange and all(one.startswith("http") for one in sources):  # others name engines only later
             raise ValueError(f"engines: {strange[0]} is given neither as prefill nor as decode")
         return self
+
+    def entries(self, role: Literal["prefill", "decode"]) -> tuple[str, ...]:
+        return self.prefill if role == "prefill" else self.decode

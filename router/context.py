@@ -7,8 +7,10 @@ from typing import Final
 
 from aiohttp import web
 
+from router.admission import Gate
 from router.background import Background, InFlight
 from router.breakeven import BreakEven
+from router.budget import RetryBudget
 from router.config import RouterConfig
 from router.holdings import Holdings
 from router.metrics import Metrics
@@ -32,6 +34,9 @@ class Router:
     holdings: Holdings
     break_even: BreakEven
     background: Background
+    budget: RetryBudget
+    prefill_gate: Gate
+    decode_gate: Gate
     turns: InFlight = field(default_factory=InFlight)
     running: Running = field(default_factory=Running)
     draining: bool = False
@@ -40,7 +45,7 @@ class Router:
     @property
     def ready(self) -> bool:
         """Whether new requests should come here: turns can be served, and we are not about to stop."""
-        needs_prefill = bool(self.pool.prefill) and self.config.prefill_fallback == "fail"
+        needs_prefill = self.pool.has("prefill") and self.config.prefill_fallback == "fail"
         return self.pool.is_up("decode") and (self.pool.is_up("prefill") or not needs_prefill) and not self.draining
 
 

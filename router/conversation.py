@@ -27,6 +27,7 @@ NAME_HEADERS: Final = ("X-Conversation-Id", "X-Session-Id")
 _DIGEST_BYTES: Final = 16
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 _REASONING_PARTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_OPENING_ROLES: Final = ("system", "developer")
 _THINK_OPEN: Final = "<think>"
 _THINK_CLOSE: Final = "</think>"
 
@@ -52,6 +53,16 @@ class Conversation:
     named: bool
     history: bytes | None
     """Digest of an unnamed conversation's messages so far."""
+    model: str = ""
+    opening: Mapping[str, Any] | None = None
+    """The system message it begins with, which others may begin with too."""
+
+    def prefix(self) -> bytes | None:
+        """A digest of how the prompt begins, if others may begin so: where engines have it in their caches, whoever
+        is asking."""
+        if self.opening is None:
+            return None
+        return _digest(self.model.encode(errors="surrogatepass") + b"\0" + _canonical(self.opening))
 
     @property
     def goes_by_content(self) -> bool:
@@ -75,10 +86,13 @@ def identify(scope: Scope, name: str | None, messages: object) -> Conversation:
 
     A name out of a header may hold surrogates, for bytes that are no UTF-8.
     """
+    is_chat = isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) for m in messages)
+    first = messages[0] if is_chat and isinstance(messages, list) else {}
+    opening = first if first.get("role") in _OPENING_ROLES else None
     if name is not None:
         digest = _digest(scope.digest("name") + name.encode(errors="surrogatepass"))
-        return Conversation(KEY_PREFIX + digest.hex(), True, None)
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        return Conversation(KEY_PREFIX + digest.hex(), True, None, scope.model, opening)
+    if not is_chat or not isinstance(messages, list):
         return Conversation(None, False, None)
     chain = scope.digest("messages")
     last_answer: bytes | None = None
@@ -86,7 +100,9 @@ def identify(scope: Scope, name: str | None, messages: object) -> Conversation:
         chain = _digest(chain + _canonical(message))
         if message.get("role") == "assistant":
             last_answer = chain
-    return Conversation(None if last_answer is None else KEY_PREFIX + last_answer.hex(), False, chain)
+    return Conversation(
+        None if last_answer is None else KEY_PREFIX + last_answer.hex(), False, chain, scope.model, opening
+    )
 
 
 def name_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:

@@ -12,8 +12,10 @@ from typing import Any, Final, Literal
 from connectors.wire.openai import APIError
 from router import jsontext
 from router.client import Response
-from router.pool import Engine
+from router.member import Engine
 
+LEAVING: Final = "shutting down"
+"""What our engine's 503 says when it is about to stop."""
 PASSED_ERROR_HEADERS: Final = ("Retry-After", "WWW-Authenticate")
 
 FaultKind = Literal["unreachable", "disconnected", "timeout", "status", "params", "nonsense"]

@@ -18,8 +18,9 @@ from typing import Final
 from connectors.wire.transfer import KVTransferParams
 from router.background import Background
 from router.known import without_rank
+from router.member import Engine
 from router.metrics import Metrics
-from router.pool import Engine, Pool
+from router.pool import Pool
 from router.release import Releases
 from router.store import Store
 
@@ -84,13 +85,29 @@ class Holdings:
         self._share = share
         self._limit = limit
         self._cache_of: dict[str, _Cache] = {}
-        self._engines = {engine.url: engine for engine in pool.decode}
-        self._caches: dict[str, dict[str, _Cache]] = {url: {} for url in self._engines}
+        self._engines: dict[str, Engine] = {}
+        self._caches: dict[str, dict[str, _Cache]] = {}
         self._due: deque[tuple[str, _Held, str]] = deque()
         self._giving_back = False
         for engine in pool.decode:
-            metrics.idle_blocks.labels(engine.url).set_function(partial(self.num_blocks, engine.url))
-            metrics.capped_releases.add(engine.url, by=0)
+            self._joined(engine)
+        pool.on_join.append(self._joined)
+        pool.on_leave.append(self._left)
+
+    def _joined(self, engine: Engine) -> None:
+        if engine.role == "decode":
+            self._engines[engine.url] = engine
+            self._caches[engine.url] = {}
+            self._metrics.idle_blocks.labels(engine.name).set_function(partial(self.num_blocks, engine.url))
+            self._metrics.capped_releases.add(engine.name, by=0)
+
+    def _left(self, engine: Engine) -> None:
+        """What was held there is lost, and so are its series."""
+        if engine.role == "decode":
+            self._forget(self._caches.pop(engine.url))
+            del self._engines[engine.url]
+            self._metrics.idle_blocks.remove(engine.name)
+            self._metrics.capped_releases.drop(engine.name)
 
     @property
     def num_held(self) -> int:
@@ -164,7 +181,7 @@ class Holdings:
             return  # taken out of the store, they would be there all the same, and of no use
         while cache.num_blocks > most and len(self._due) < MAX_DUE:
             key, _ = cache.oldest()
-            self._due.append((key, self._drop(cache, key), cache.engine.url))
+            self._due.append((key, self._drop(cache, key), cache.engine.name))
         if self._due and not self._giving_back:
             self._giving_back = True
             self._background.start(self._give_back())
@@ -177,8 +194,8 @@ class Holdings:
         finally:
             self._giving_back = False
 
-    async def _let_go(self, key: str, held: _Held, url: str) -> None:
+    async def _let_go(self, key: str, held: _Held, engine: str) -> None:
         offer = await self._store.take_offer(key, held.stamp)
         if offer is not None:
-            self._metrics.capped_releases.add(url)
+            self._metrics.capped_releases.add(engine)
             await self._releases.release(offer)

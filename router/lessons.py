@@ -6,7 +6,7 @@ from connectors.wire.transfer import KVTransferParams
 from router.answer import Seen
 from router.api.legs import Prefilled
 from router.context import Router
-from router.pool import Engine
+from router.member import Engine
 from router.request import Turn
 
 

@@ -44,7 +44,7 @@ async def compare(router: Router, turn: Turn) -> None:
     """Compare the new prompt with what the last decode engine computed; what they share may be pulled."""
     past = turn.past
     claimed = past.claimed
-    if claimed is None or turn.alone is not None or not router.pool.prefill:
+    if claimed is None or turn.alone is not None or not router.pool.has("prefill"):
         return
     record, offer = claimed.record, claimed.offer
     if record.token_ids and not turn.media:

@@ -8,7 +8,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 
-from router.pool import Engine, Pool
+from router.admission import Gate
+from router.engine_gauges import EngineGauges
+from router.pool import Pool
 from router.tally import Counts, Durations
 
 OUTCOMES: Final = ("ok", "rejected", "failed", "cut", "client_gone")
@@ -69,6 +71,10 @@ class Metrics:
             ["leg", "kind"],
         )
         self.retries = counts(name("retries"), "Turns tried again on other engines.", ["leg"])
+        self.retries_refused = counts(
+            name("retries_refused"), "Turns not tried again: too many were of late, for so few turns.", ["leg"]
+        )
+        self.waiting = Gauge(name("turns_waiting"), "Turns that wait for room in a pool.", ["pool"], registry=registry)
         self.handoff_missing = counts(
             name("kv_handoff_missing"),
             "Prefill answers without usable transfer params: the decode engine prefilled again.",
@@ -103,13 +109,6 @@ class Metrics:
             "take_offer: ok, gone, unreadable; any: timeout, error, refused (by Redis), skipped while it is down.",
             ["op", "result"],
         )
-        self.engine_ready = Gauge(
-            name("engine_ready"), "1 if the engine is up and lists its models.", ["role", "engine"], registry=registry
-        )
-        self.engine_in_flight = Gauge(
-            name("engine_in_flight"), "Requests in flight to an engine.", ["role", "engine"], registry=registry
-        )
-
         for endpoint in endpoints:  # there from the start, at zero: an increase from nothing is not seen by rate()
             self.handoff_missing.add(endpoint, by=0)
             for outcome in OUTCOMES:
@@ -119,22 +118,21 @@ class Metrics:
         for result in ("ok", "failed"):
             self.tokenizations.add(result, by=0)
 
-    def follow(self, pool: Pool, turns_in_flight: Callable[[], float], break_even: Callable[[], float]) -> None:
+    def follow(
+        self,
+        pool: Pool,
+        turns_in_flight: Callable[[], float],
+        break_even: Callable[[], float],
+        *,
+        prefill: Gate,
+        decode: Gate,
+    ) -> None:
         """Read states and loads at every scrape."""
         self.turns_in_flight.set_function(turns_in_flight)
         self.break_even_tokens.set_function(break_even)
-        for engine in pool.engines:
-            labels = (engine.role, engine.url)
-            self.engine_ready.labels(*labels).set_function(partial(_is_ready, engine))
-            self.engine_in_flight.labels(*labels).set_function(partial(_load, engine))
+        self.registry.register(EngineGauges(pool))
+        self.waiting.labels("prefill").set_function(lambda: prefill.num_waiting)
+        self.waiting.labels("decode").set_function(lambda: decode.num_waiting)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
-
-
-def _is_ready(engine: Engine) -> float:
-    return float(engine.state == "ready")
-
-
-def _load(engine: Engine) -> float:
-    return float(engine.in_flight)

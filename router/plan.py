@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import random
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from connectors.wire.openai import APIError, model_not_found, unavailable
-from router.capabilities import UNKNOWN, Capabilities, mismatch
+from router.capabilities import mismatch
+from router.choose import Candidate, choose
 from router.verify import Why
-
-
-class EngineView(NamedTuple):
-    """One engine as the plan sees it."""
-
-    url: str
-    ready: bool
-    models: frozenset[str]
-    """Those it listed last, also if it is down now."""
-    in_flight: int = 0
-    """Requests of ours it is working on."""
-    dispatched: int = 0
-    """Requests it was ever given; evens out who gets the next one when all are idle."""
-    known: Capabilities = UNKNOWN
-    pulls: bool = True
-    """Whether it may be given blocks to pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +27,10 @@ class Facts:
     """Prompt tokens beyond those that the last decode engine has; None if that is not known for certain."""
     why: Why = "no_record"
     """What became of that engine's blocks."""
+    owner: str | None = None
+    """The id that engine had when it offered them."""
+    prefix: bytes | None = None
+    """A digest of how the prompt begins, if others may begin so too."""
     scale_out: bool = False
     """Whether it is token ids in, token ids out, which not every engine serves."""
     refuses: bool = False
@@ -94,30 +84,35 @@ OFFERED: Final[tuple[Why, ...]] = ("offered", "self_checked")
 
 def make_plan(
     facts: Facts,
-    prefill: Sequence[EngineView],
-    decode: Sequence[EngineView],
+    prefill: Sequence[Candidate],
+    decode: Sequence[Candidate],
     *,
+    draw: random.Random,
     avoid: Set[str] = frozenset(),
-    slack: int = 4,
+    slack: float = 4,
+    has_prefill: bool = True,
     fallback: bool = False,
     break_even: int = 0,
+    served: Container[str] = frozenset(),
 ) -> Plan:
     """Choose the engines, and whether the last turn's KV goes to the prefill engine.
 
-    `avoid` are those that just failed this turn. Up to `break_even` new tokens the decode engine computes by itself.
+    `avoid` are those that just failed this turn. `has_prefill`: whether there is a prefill pool, be it empty now. Up to
+    `break_even` new tokens the decode engine computes by itself. `served` are models of engines that have left.
 
     Raises APIError: 404 for a model no engine lists, 503 if those that list it are not ready, or none could say yet.
     """
-    _check_model(facts.model, prefill, decode)
+    chooser = _Chooser(facts.prefix, slack, draw)
+    _check_model(facts.model, prefill, decode, served)
     decoders = _able(decode, facts.model, avoid)
     if not decoders:
         raise _nobody("decode", facts.model)
     if facts.scale_out:
-        decoders = [one for one in decoders if one.known.scale_out is not False] or decoders
-    decoder = _choose(decoders, facts.last_decode, slack)
+        decoders = [one for one in decoders if one.can.scale_out is not False] or decoders
+    decoder = chooser.choose(decoders, facts.last_decode)
     if facts.alone is not None:
         return Plan(None, decoder.url, facts.alone, "not_used")
-    if not prefill:
+    if not has_prefill:
         return Plan(None, decoder.url, "no_prefill_pool", "own_cache")
     if (
         decoder.url == facts.last_decode
@@ -128,7 +123,7 @@ def make_plan(
     ):
         return Plan(None, decoder.url, "short_suffix", "own_cache")
     ready = _able(prefill, facts.model, avoid)
-    decoder, prefillers = _pair(decoder, decoders, ready, facts, slack)
+    decoder, prefillers = _pair(decoder, decoders, ready, facts, chooser)
     if not prefillers:
         listing = [engine for engine in prefill if facts.model in engine.models]
         if ready and not any(_partners(one, listing, facts) for one in decoders):
@@ -137,7 +132,7 @@ def make_plan(
         if fallback:
             return Plan(None, decoder.url, "no_prefill_engine", "own_cache")
         raise _nobody("prefill", facts.model)
-    prefiller = _choose(prefillers, facts.last_prefill, slack)
+    prefiller = chooser.choose(prefillers, facts.last_prefill)
     owner = next((one for one in decode if one.url == facts.last_decode and one.url not in avoid), None)
     kv, lack_of_pull = _pull(facts, prefiller, owner)
     if facts.last_decode is None:
@@ -145,58 +140,65 @@ def make_plan(
     elif decoder.url == facts.last_decode:
         reason = "affinity"
     else:
-        reason = "spill" if owner is not None and owner.ready else "moved"
+        reason = "spill" if owner is not None and owner.ready and not owner.spared else "moved"
     return Plan(prefiller.url, decoder.url, reason, kv, pull=kv in OFFERED, lack=lack_of_pull)
 
 
+class _Chooser(NamedTuple):
+    prefix: bytes | None
+    slack: float
+    draw: random.Random
+
+    def choose(self, able: Sequence[Candidate], last: str | None) -> Candidate:
+        return choose(able, last, self.slack, prefix=self.prefix, draw=self.draw)
+
+
 def _pair(
-    decoder: EngineView, decoders: Sequence[EngineView], ready: Sequence[EngineView], facts: Facts, slack: int
-) -> tuple[EngineView, list[EngineView]]:
+    decoder: Candidate, decoders: Sequence[Candidate], ready: Sequence[Candidate], facts: Facts, chooser: _Chooser
+) -> tuple[Candidate, list[Candidate]]:
     """The decode engine and the prefill engines that can compute for it; another decode engine if it has none."""
     partners = _partners(decoder, ready, facts)
     if not partners and (paired := [one for one in decoders if _partners(one, ready, facts)]):
-        decoder = _choose(paired, facts.last_decode, slack)
+        decoder = chooser.choose(paired, facts.last_decode)
         partners = _partners(decoder, ready, facts)
     return decoder, partners
 
 
-def _pull(facts: Facts, prefiller: EngineView, owner: EngineView | None) -> tuple[Why, Lack | None]:
+def _pull(facts: Facts, prefiller: Candidate, owner: Candidate | None) -> tuple[Why, Lack | None]:
     """What becomes of the blocks that the last turn's decode engine offers."""
     if facts.why not in OFFERED:
         return facts.why, None
-    if owner is None or not owner.ready:
+    if owner is None or not owner.readable:
         return "owner_down", None
-    if (obstacle := mismatch(prefiller.known, owner.known)) is not None:
+    if not owner.has(facts.owner):
+        return "owner_restarted", None
+    if (obstacle := mismatch(prefiller.can, owner.can)) is not None:
         return "incompatible", Lack("pull", obstacle)
     if not prefiller.pulls:
-        return "one_way", Lack("pull", "one_way" if prefiller.known.bidirectional is False else "on_trial")
+        return "one_way", Lack("pull", "one_way" if prefiller.can.bidirectional is False else "on_trial")
     return facts.why, None
 
 
-def _able(pool: Sequence[EngineView], model: str, avoid: Set[str]) -> list[EngineView]:
+def _able(pool: Sequence[Candidate], model: str, avoid: Set[str]) -> list[Candidate]:
     return [engine for engine in pool if engine.ready and model in engine.models and engine.url not in avoid]
 
 
-def _partners(decoder: EngineView, prefill: Sequence[EngineView], facts: Facts) -> list[EngineView]:
+def _partners(decoder: Candidate, prefill: Sequence[Candidate], facts: Facts) -> list[Candidate]:
     """Those whose KV the decode engine can use."""
     return [engine for engine in prefill if _obstacle(decoder, engine, facts) is None]
 
 
-def _obstacle(decoder: EngineView, prefiller: EngineView, facts: Facts) -> str | None:
-    if facts.scale_out and prefiller.known.scale_out is False:
+def _obstacle(decoder: Candidate, prefiller: Candidate, facts: Facts) -> str | None:
+    if facts.scale_out and prefiller.can.scale_out is False:
         return "scale_out"
-    return mismatch(prefiller.known, decoder.known)
+    return mismatch(prefiller.can, decoder.can)
 
 
-def _choose(able: Sequence[EngineView], last: str | None, slack: int) -> EngineView:
-    idlest = min(able, key=lambda engine: (engine.in_flight, engine.dispatched))
-    own = next((engine for engine in able if engine.url == last), None)
-    return own if own is not None and own.in_flight <= idlest.in_flight + slack else idlest
-
-
-def _check_model(model: str, prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> None:
-    if any(model in engine.models for engine in (*prefill, *decode)):
+def _check_model(model: str, prefill: Sequence[Candidate], decode: Sequence[Candidate], served: Container[str]) -> None:
+    if any(model in engine.models for engine in decode) or any(model in engine.models for engine in prefill):
         return
+    if model in served:
+        raise _nobody("decode", model)
     if not any(engine.models for engine in decode):  # what prefill engines list says nothing of what will be served
         raise unavailable("No engine is ready yet. Try again in a moment.")
     raise model_not_found(model)

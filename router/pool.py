@@ -1,129 +1,175 @@
-"""The engines: what they serve, whether they are up, and how much of our work they have."""
+"""The engines of both roles: who belongs to the pools, who leaves them, and who serves what."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, NamedTuple
 
-import orjson
-
-from router.capabilities import OURS
-from router.client import Client, Response
-from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout
-from router.known import Known
-from router.plan import EngineView
-from router.probe import Probe, kind_of
+from router.client import Origin
+from router.discovery.source import Found
+from router.member import Engine, Role, State
 from router.statement import EngineStatement
 
-Role = Literal["prefill", "decode"]
-State = Literal["unknown", "ready", "down"]
+__all__ = ["Engine", "Pool", "Role", "State"]
 
-FIRST_RETRY_SECONDS: Final = 0.1
-FAILURES_UNTIL_DOWN: Final = 3  # a busy engine may miss a probe; one that refuses connections is down at once
-
-MAX_CARDS_BYTES: Final = 16 << 20
+LEFT_SECONDS: Final = 3600.0
+"""For which one that has left is still found: no turn takes longer."""
+MAX_REMEMBERED: Final = 1000
+"""Models that no engine lists any more."""
 
 log = logging.getLogger("router.pool")
 
+Member = Callable[[Engine], None]
 
-class Engine:
-    """One engine in one role, for as long as the router runs."""
 
-    def __init__(self, url: str, role: Role, stated: EngineStatement | None = None) -> None:
-        stated = stated or EngineStatement()
-        self.url = url
-        self.role = role
-        self.known = Known(url, role, stated.capabilities())
-        self.headers = stated.headers()
-        """For questions of our own."""
-        self.state: State = "unknown"
-        self.models: Mapping[str, Mapping[str, Any]] = {}
-        """Model cards by name, as last listed."""
-        self.in_flight = 0
-        self.dispatched = 0
-        self.failures = 0
-        self.waits: set[Response] = set()
-        """Answers not begun, whose callers could as well ask another engine."""
-        self.doubt = asyncio.Event()
-        """Set to have the engine looked at before the next look is due."""
-
-    def view(self) -> EngineView:
-        return EngineView(
-            self.url,
-            self.state == "ready",
-            frozenset(self.models),
-            self.in_flight,
-            self.dispatched,
-            self.known.now,
-            self.known.pulls,
-        )
-
-    def is_ours(self, model: str) -> bool:
-        """Whether it is a Backhaul engine, which understands more than the engines of others."""
-        stated = self.known.stated.kind
-        return stated == OURS if stated else self.models.get(model, {}).get("owned_by") == OURS
-
-    def let_down(self) -> None:
-        """It does not answer at all: end those waits now."""
-        for response in self.waits:
-            response.give_up()
-
-    def turn_to(self, state: State, why: str) -> None:
-        if state != self.state:
-            level = logging.WARNING if state == "down" else logging.INFO
-            log.log(level, "engine", extra={"engine": self.url, "role": self.role, "state": state, "why": why})
-        self.state = state
+class _Place(NamedTuple):
+    role: Role
+    url: str
 
 
 class Pool:
-    """All engines, each watched by its own task."""
+    """Engines join and leave at any time; whoever wants to know of it sets `on_join` and `on_leave`.
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        prefill: Sequence[str],
-        decode: Sequence[str],
-        probe_interval: float,
-        probe_timeout: float,
-        stated: Mapping[str, EngineStatement] = MappingProxyType({}),
-    ) -> None:
-        self._client = client
-        self._interval = probe_interval
-        self._timeout = probe_timeout
-        self.prefill = tuple(Engine(url, "prefill", stated.get(url)) for url in prefill)
-        self.decode = tuple(Engine(url, "decode", stated.get(url)) for url in decode)
+    One that has left is still found for a while: turns may be under way to it, and end as they would have.
+    """
+
+    def __init__(self, roles: Iterable[Role], *, stated: Mapping[str, EngineStatement] = MappingProxyType({})) -> None:
+        """`roles` that have a pool at all, be it empty now. `stated`: by URL, or by where engines come from."""
+        self._roles = frozenset(roles)
+        self._stated = stated
+        self._members: dict[_Place, Engine] = {}
+        self._left: dict[_Place, tuple[Engine, float]] = {}
+        self.remembered: dict[str, None] = {}
+        """Models that engines served which have left; others may come."""
+        self.draw = random.Random()
+        self._num_dispatched = 0
+        self.prefill: tuple[Engine, ...] = ()
+        self.decode: tuple[Engine, ...] = ()
+        self.on_join: list[Member] = []
+        self.on_leave: list[Member] = []
+        self.on_change: list[Callable[[], None]] = []
+        """Of the state of any engine."""
+
+    # Who belongs to it.
+
+    def update(self, role: Role, source: str, found: Sequence[Found]) -> None:
+        """Who there is of this role, according to this source."""
+        named = {one.url: one for one in found}
+        for engine in [one for one in self.of(role) if one.source == source]:
+            one = named.get(engine.url)
+            if one is None or (one.incarnation and engine.incarnation and one.incarnation != engine.incarnation):
+                self._leave(engine)
+        for one in named.values():
+            engine = self._members.get(_Place(role, one.url)) or self._join(role, source, one)
+            if engine.source != source:
+                continue  # another names it too, and was first
+            engine.incarnation = engine.incarnation or one.incarnation
+            if one.leaving:
+                engine.drained_by.add("source")
+            else:
+                engine.drained_by.discard("source")
+            engine.tell("its source says so")
+
+    def drain(self, url: str, role: Role | None, *, on: bool) -> list[Engine]:
+        """An operator has an engine drained, or takes that back. Returns which it is, in each of its roles."""
+        engines = [one for one in self.engines if url in (one.url, one.name) and role in (None, one.role)]
+        for engine in engines:
+            if on:
+                engine.drained_by.add("operator")
+            else:
+                engine.drained_by.discard("operator")
+            engine.tell("an operator says so")
+        return engines
+
+    def _join(self, role: Role, source: str, found: Found) -> Engine:
+        stated = self._stated.get(found.url) or self._stated.get(source)
+        engine = Engine(found.url, role, stated, source=source, incarnation=found.incarnation, on_change=self._changed)
+        place = _Place(role, found.url)
+        self._members[place] = engine
+        self._left.pop(place, None)
+        self._list()
+        log.info("engine joins", extra={"engine": engine.name, "role": role, "source": source})
+        for told in self.on_join:
+            told(engine)
+        return engine
+
+    def _leave(self, engine: Engine) -> None:
+        place = _Place(engine.role, engine.url)
+        del self._members[place]
+        now = time.monotonic()
+        self._left = {
+            at: (one, since) for at, (one, since) in self._left.items() if one.in_flight or since > now - LEFT_SECONDS
+        }
+        self._left[place] = engine, now
+        self.remembered.update(dict.fromkeys(engine.models))
+        while len(self.remembered) > MAX_REMEMBERED:
+            del self.remembered[next(iter(self.remembered))]
+        engine.is_gone = True
+        engine.tell("no longer there")
+        self._list()
+        for told in self.on_leave:
+            told(engine)
+
+    def _changed(self) -> None:
+        for told in self.on_change:
+            told()
+
+    def _list(self) -> None:
+        self.prefill = tuple(one for one in self._members.values() if one.role == "prefill")
+        self.decode = tuple(one for one in self._members.values() if one.role == "decode")
+
+    # Who is there.
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         return self.prefill + self.decode
 
+    def of(self, role: Role) -> tuple[Engine, ...]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def has(self, role: Role) -> bool:
+        """Whether there is a pool of this role, be it empty now."""
+        return role in self._roles
+
     def is_up(self, role: Role) -> bool:
         """Whether an engine of this role is ready."""
-        return any(engine.state == "ready" for engine in self.engines if engine.role == role)
+        return any(engine.ready for engine in self.of(role))
 
     def get(self, role: Role, url: str) -> Engine:
-        return next(engine for engine in (self.prefill if role == "prefill" else self.decode) if engine.url == url)
+        """Also one that has left meanwhile."""
+        place = _Place(role, url)
+        return self._members.get(place) or self._left[place][0]
+
+    def dispatch(self, engine: Engine) -> None:
+        """It gets a request."""
+        self._num_dispatched += 1
+        engine.last = self._num_dispatched
+        engine.dispatched += 1
+        engine.in_flight += 1
 
     def one_ready(self, model: str, *, rather: Sequence[str | None]) -> Engine | None:
         """An engine to ask for the ids of a prompt; one of `rather` if it can be."""
         able = [
             engine
             for engine in self.engines
-            if engine.state == "ready" and model in engine.models and engine.known.now.tokenize is not False
+            if engine.ready and model in engine.models and engine.can.tokenize is not False
         ]
         return min(
             able,
-            key=lambda one: (one.failures > 0, one.url not in rather, one.role != "prefill", one.in_flight),
+            key=lambda one: (one.spared, one.url not in rather, one.role != "prefill", one.load),
             default=None,
         )
 
     def block_size(self, url: str) -> int | None:
         """Of the decode engine there, if it is known."""
-        return next((engine.known.now.block_size for engine in self.decode if engine.url == url), None)
+        engine = self._members.get(_Place("decode", url))
+        return None if engine is None else engine.can.block_size
+
+    # What they serve.
 
     def decodes_ours(self, model: str) -> bool:
         """Whether all engines that may decode for this model are Backhaul's."""
@@ -138,75 +184,25 @@ class Pool:
                 cards.setdefault(name, card)
         return {name: {**card, **self._shortest(name)} for name, card in cards.items()}
 
-    def gone(self, engine: Engine, why: str) -> None:
-        """It cannot be reached, or says that it is about to stop: take the engine out, and look again soon."""
-        engine.turn_to("down", why)
-        engine.doubt.set()
-
-    async def watch(self) -> None:
-        """Keep the states true until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self.engines:
-                tasks.create_task(self._watch(engine), name=f"watch {engine.url}")
-
-    async def _watch(self, engine: Engine) -> None:
-        delay = FIRST_RETRY_SECONDS
-        while True:
-            engine.doubt.clear()
-            await self._look(engine)
-            delay = self._interval if engine.state == "ready" else min(2 * delay, self._interval)
-            try:
-                async with asyncio.timeout(delay):
-                    await engine.doubt.wait()
-                delay = FIRST_RETRY_SECONDS
-            except TimeoutError:
-                pass
-
-    async def _look(self, engine: Engine) -> None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                with await self._client.request("GET", f"{engine.url}/v1/models", engine.headers) as answer:
-                    if answer.status != 200:
-                        return self._missed(engine, f"status {answer.status} for /v1/models")
-                    cards = _cards(await answer.read(MAX_CARDS_BYTES))
-        except (ClientError, TimeoutError, ValueError) as error:
-            if isinstance(error, ConnectFailed) and not isinstance(error, ConnectTimeout):
-                engine.turn_to("down", "connection refused")
-            else:
-                self._missed(engine, type(error).__name__)
-        else:
-            await self._discover(engine, cards)
-            engine.models = cards
-            engine.failures = 0
-            engine.turn_to("ready", "lists " + (", ".join(engine.models) or "no model"))
-        return None
-
-    async def _discover(self, engine: Engine, cards: Mapping[str, Mapping[str, Any]]) -> None:
-        """Find out what it can do, where it may be another engine than at the last look."""
-        if engine.state == "down":
-            engine.known.forget()
-        if engine.known.stale or engine.failures or engine.state != "ready" or cards.keys() != engine.models.keys():
-            probe = Probe(self._client, engine.url, engine.headers, self._timeout)
-            only_prefills = engine.role == "prefill" and all(other.url != engine.url for other in self.decode)
-            found = await probe.run(engine.known.stated.kind or kind_of(cards), only_prefills=only_prefills)
-            engine.known.found(found, complete=probe.is_complete)
-
-    def _missed(self, engine: Engine, why: str) -> None:
-        engine.failures += 1
-        if engine.state != "ready" or engine.failures >= FAILURES_UNTIL_DOWN:
-            engine.turn_to("down", why)
-            engine.let_down()
-
     def _shortest(self, model: str) -> dict[str, int]:
         lengths = [engine.models[model].get("max_model_len") for engine in self.engines if model in engine.models]
         known = [length for length in lengths if isinstance(length, int)]
         return {"max_model_len": min(known)} if known else {}
 
+    # How they are.
 
-def _cards(body: bytes) -> dict[str, Mapping[str, Any]]:
-    """The model cards of a `/v1/models` answer. Raises ValueError if it is none."""
-    answer = orjson.loads(body)
-    cards = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(cards, list) or not all(isinstance(card, dict) and card.get("id") for card in cards):
-        raise ValueError("not a list of models")
-    return {str(card["id"]): card for card in cards}
+    def lost(self, engine: Engine, why: str) -> None:
+        """It cannot be reached: take it out, and look again soon."""
+        engine.lost(why)
+
+    def faulted(self, engine: Engine, why: str) -> None:
+        """It has failed a turn. Not more than half of a pool are ejected for that: then it is not them."""
+        others = [one for one in self.of(engine.role) if one is not engine]
+        num_well = sum(one.health in ("ready", "suspect") and one.ready for one in others)
+        engine.faulted(why, may_eject=2 * num_well > len(others))
+
+    def doubt(self, origin: Origin) -> None:
+        """Who is there has closed a connection that could have been used again: it may have ended."""
+        for engine in self.engines:
+            if engine.origin == origin:
+                engine.doubt.set()

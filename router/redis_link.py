@@ -2,22 +2,30 @@
 
 Redis answers in the order in which it was asked, so replies find their commands without anything being lent or waited
 for. A command goes on when its caller no longer waits; its reply then goes to `late`. What cannot be matched any more
-ends the connection, and the next command makes another.
+ends the connection, and the next command makes another; what fails again and again is left alone for up to a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
 
 from hiredis import Reader, pack_command
-from redis.asyncio import Connection, ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, InvalidResponse, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    InvalidResponse,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
+
+from router.redis_backoff import Backoff
 
 LATE_SECONDS: Final = 1.0
 """How long after its time a reply is still awaited, for `late`; then the connection is given up."""
@@ -26,9 +34,26 @@ MAX_UNSENT_BYTES: Final = 64 << 20
 """Of commands that Redis does not take."""
 
 Late = Callable[[Any, bool], None]
+Connect = Callable[[], Awaitable[AbstractConnection]]
+
+
+class MovedError(ResponseError):
+    """Another node of the cluster has the key. (redis-py's own would take its text apart, and raise if it cannot.)"""
+
+
+class AskError(ResponseError):
+    """Another node of the cluster has the key, or will have: ask it this once."""
+
 
 _INCOMPLETE: Final = object()
-_ERRORS: Final = {"NOSCRIPT": NoScriptError, "READONLY": ReadOnlyError, "LOADING": BusyLoadingError}
+_ERRORS: Final[dict[str, Callable[[str], RedisError]]] = {
+    "NOSCRIPT": NoScriptError,
+    "READONLY": ReadOnlyError,
+    "LOADING": BusyLoadingError,
+    "MOVED": MovedError,
+    "ASK": AskError,
+    "CLUSTERDOWN": ClusterDownError,
+}
 """Those that are told from others, by their first word."""
 
 
@@ -64,17 +89,12 @@ class Command:
 
 
 class Link:
-    def __init__(self, url: str, *, timeout: float) -> None:
-        """`timeout`: seconds until a command's future gets a TimeoutError. Raises ValueError for a URL that is none."""
+    def __init__(self, connect: Connect, *, timeout: float) -> None:
+        """`connect` makes a connection, each time to whichever server it is to be; `timeout`: seconds until a command's
+        future gets a TimeoutError."""
         self.timeout = timeout
-        self._connections = ConnectionPool.from_url(
-            url,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            driver_info=None,  # two commands less for a new connection
-        )
+        self._make_connection = connect
+        self._backoff = Backoff()
         self._line: _Line | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._unsent: deque[Command] = deque()
@@ -104,15 +124,23 @@ class Link:
         loop = asyncio.get_running_loop()
         data = pack_command(command)  # type: ignore[arg-type]  # typed as if it took one argument
         sent = Command(data, loop.create_future(), late, loop.time())
-        if self._line is not None:
-            self._line.send(sent)
-        else:
-            self._unsent.append(sent)
-            if self._connecting is None:
-                self._connecting = asyncio.create_task(self._connect(), name="connect to Redis")
-        self._idle.clear()
-        self._look_at(sent.started + self.timeout)
+        self.put(sent)
         return sent
+
+    def put(self, command: Command) -> None:
+        """Send a command that has been made; it need not be a new one."""
+        if self._line is not None:
+            self._line.send(command)
+        elif self._connecting is not None:
+            self._unsent.append(command)
+        elif asyncio.get_running_loop().time() < self._backoff.until:
+            command.settle(RedisConnectionError("connecting has just failed"))
+            return
+        else:
+            self._unsent.append(command)
+            self._connecting = asyncio.create_task(self._connect(), name="connect to Redis")
+        self._idle.clear()
+        self._look_at(command.started + self.timeout)
 
     async def close(self) -> None:
         """Wait for what is under way, for the time it may take at most, then hang up."""
@@ -131,15 +159,12 @@ class Link:
             self._timer.cancel()
 
     async def _connect(self) -> None:
-        connection: Connection | None = None
         try:
-            connection = self._connections.make_connection()  # type: ignore[no-untyped-call]
             async with asyncio.timeout(self.timeout + LATE_SECONDS):
-                await connection.connect()
+                connection = await self._make_connection()
             self._line = _Line(connection, self._ended, self._answered)
         except Exception as error:  # of whatever kind: a server may say anything
-            if connection is not None:
-                await connection.disconnect(nowait=True)
+            self._backoff.failed(asyncio.get_running_loop().time())
             self._fail_unsent(error)
         else:
             while self._unsent:
@@ -150,6 +175,7 @@ class Link:
     def _ended(self, line: _Line) -> None:
         if self._line is line:
             self._line = None
+            self._backoff.failed(asyncio.get_running_loop().time())
 
     def _answered(self) -> None:
         if self.num_pending == 0:
@@ -203,7 +229,9 @@ class Link:
 class _Line(asyncio.Protocol):
     """A connection that redis-py has made and prepared, read without its layers."""
 
-    def __init__(self, connection: Connection, ended: Callable[[_Line], None], answered: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: AbstractConnection, ended: Callable[[_Line], None], answered: Callable[[], None]
+    ) -> None:
         self.asked: deque[Command] = deque()
         self._ended = ended
         self._answered = answered
@@ -261,7 +289,7 @@ def _error(message: str) -> RedisError:
     return _ERRORS.get(message.partition(" ")[0], ResponseError)(message)
 
 
-def _taken(connection: Connection) -> asyncio.StreamWriter:
+def _taken(connection: AbstractConnection) -> asyncio.StreamWriter:
     """What a connection writes with, which from here on is not its own."""
     writer = connection._writer
     assert writer is not None

@@ -20,7 +20,8 @@ from router.api.legs import Body
 from router.background import Background
 from router.capabilities import OURS, Capabilities, exchanges
 from router.client_protocol import ClientError
-from router.pool import Engine, Pool
+from router.member import Engine
+from router.pool import Pool
 from router.upstream import JSON, Upstream
 
 Result = Literal["ok", "refused", "failed", "waits_for_ttl"]
@@ -139,13 +140,13 @@ class Releases:
 
     def _teller(self, owners: list[Engine]) -> tuple[Engine, str] | None:
         """A prefill engine that can tell each of these, the idlest, and a model that all of them serve."""
-        if not owners or any(owner.state != "ready" for owner in owners):
+        if not owners or not all(owner.readable for owner in owners):
             return None  # one that is gone has no blocks to give back
         served = frozenset.intersection(*(frozenset(owner.models) for owner in owners))
         able = [
             engine
             for engine in self._pool.prefill
-            if engine.state == "ready"
+            if engine.ready
             and not served.isdisjoint(engine.models)
             and all(tells(engine.known.now, owner.known.now) for owner in owners)
             and len(self._leases_at(engine)) < self._most_leases(engine)

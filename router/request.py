@@ -19,7 +19,7 @@ from router.body import read_object
 from router.clean import without_engine_talk
 from router.context import Router
 from router.conversation import Conversation, Scope, identify, media_digests, name_of
-from router.pool import Engine
+from router.member import Engine
 from router.report import Report
 from router.store import Claimed
 from router.verify import Why
@@ -64,6 +64,8 @@ class Turn:
     name: str
     """What engines know its legs by; nobody else does."""
     model: str
+    priority: int
+    """Among those that wait for room; the lowest first."""
     alone: str | None
     several: bool
     """There will be no one answer to go on from."""
@@ -80,6 +82,8 @@ class Turn:
     """It has left a record itself."""
     blocks: KVTransferParams | None = None
     """Held for this turn by a prefill engine, and not taken by a decode engine yet."""
+    prefilled_by: str | None = None
+    """The last prefill engine that has computed its prompt, and has it in its cache now."""
     avoid: set[str] = field(default_factory=set)
     """Engines that failed this turn."""
     faults: Counter[str] = field(default_factory=Counter)
@@ -115,6 +119,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         body=body,
         headers=headers.onward(request.headers, report.request_id, leg),
         model=model,
+        priority=priority if isinstance(priority := body.get("priority"), int) else 0,
         alone=endpoint.alone(body, ours=several and router.pool.decodes_ours(model)),
         several=several,
         conversation=identify(scope, name, history),

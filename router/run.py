@@ -17,7 +17,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from router.app import build_app
+from router.app import build_admin_app, build_app
 from router.config import RouterConfig
 from router.context import ROUTER, Router
 
@@ -51,6 +51,7 @@ async def serve(config: RouterConfig) -> int:
         return 1
     stop = _Signals()
     await runner.setup()
+    admin = web.AppRunner(build_admin_app(runner.app[ROUTER]), access_log=None, shutdown_timeout=CUT_SECONDS)
     try:
         site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
         if stop.pending:
@@ -58,13 +59,11 @@ async def serve(config: RouterConfig) -> int:
         try:
             await site.start()
         except OSError as error:
-            print(
-                f"backhaul router: cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
-                "Choose another --port or --host.",
-                file=sys.stderr,
-            )
+            _cannot_listen(config.host, config.port, "", error)
             return 1
-        url = _url(config, runner)
+        url = _url(config.host, runner)
+        if not await _listen_for_operators(config, admin):
+            return 1
         log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
         if config.json_file is not None:
             _write_atomically(config.json_file, orjson.dumps({"url": url, "pid": os.getpid()}))
@@ -74,6 +73,7 @@ async def serve(config: RouterConfig) -> int:
         await drain(runner.app[ROUTER], site, config, stop)
         return 0
     finally:
+        await admin.cleanup()
         await runner.cleanup()
         stop.close()
 
@@ -131,9 +131,30 @@ class _Signals:
         self._seen.release()
 
 
-def _url(config: RouterConfig, runner: web.AppRunner) -> str:
+async def _listen_for_operators(config: RouterConfig, admin: web.AppRunner) -> bool:
+    if config.admin_port is None:
+        return True
+    await admin.setup()
+    try:
+        await web.TCPSite(admin, config.admin_host, config.admin_port, reuse_address=True).start()
+    except OSError as error:
+        _cannot_listen(config.admin_host, config.admin_port, "admin-", error)
+        return False
+    log.info("listening for operators", extra={"url": _url(config.admin_host, admin)})
+    return True
+
+
+def _cannot_listen(host: str, port: int, which: str, error: OSError) -> None:
+    print(
+        f"backhaul router: cannot listen on {host}:{port}: {error.strerror or error}. "
+        f"Choose another --{which}port or --{which}host.",
+        file=sys.stderr,
+    )
+
+
+def _url(host: str, runner: web.AppRunner) -> str:
     port = runner.addresses[0][1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.host, config.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
 from prometheus_client import Metric
 
 from router.capabilities import FACTS, lowers
 from router.context import Router
-from router.pool import Engine
+from router.member import Engine
 
 Json = dict[str, Any]
 
@@ -43,7 +42,7 @@ def _engine(engine: Engine) -> Json:
         if (value := getattr(known, name)) is not None
     }
     return {
-        "url": without_user(engine.url),
+        "url": engine.name,
         "role": engine.role,
         "state": engine.state,
         "in_flight": engine.in_flight,
@@ -53,12 +52,6 @@ def _engine(engine: Engine) -> Json:
         "capabilities": facts,
         "lowers": [lowered._asdict() for lowered in lowers(known, engine.role)] if engine.models else [],
     }
-
-
-def without_user(url: str) -> str:
-    """An URL without the name and password that it may carry."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _totals(families: Iterable[Metric], label: str) -> dict[str, int]:

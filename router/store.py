@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -20,7 +21,8 @@ from redis.exceptions import NoScriptError, ResponseError
 from connectors.wire.transfer import KVTransferParams
 from router.metrics import Metrics
 from router.record import Record, pack_offer, unpack_offer
-from router.redis_link import Command, Late, Link
+from router.redis_client import open_redis
+from router.redis_link import Command, Late
 from router.scripts import CLAIM, DROP, PUT_BACK, SAVE, TAKE_OFFER, Script
 
 FAULTS_UNTIL_PAUSE: Final = 3
@@ -67,11 +69,19 @@ class Store:
     so that turns do not all wait for a dead one.
     """
 
-    def __init__(self, url: str, *, timeout: float = 0.05, metrics: Metrics, max_record_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        password_file: Path | None = None,
+        timeout: float = 0.05,
+        metrics: Metrics,
+        max_record_bytes: int = 4 << 20,
+    ) -> None:
         """Raises ValueError for a URL that is none."""
         self._metrics = metrics
         self._max_record_bytes = max_record_bytes
-        self._link = Link(url, timeout=timeout)
+        self._link = open_redis(url, password_file, timeout=timeout)
         self._faults = 0
         self._paused_until = 0.0
         self._refused: set[str] = set()
@@ -218,7 +228,7 @@ class Store:
 
     def _failed(self, op: str, error: Exception) -> object:
         if isinstance(error, ResponseError):
-            self._refusal(op, type(error).__name__)
+            self._refusal(op, _why(error))
             return _NONE
         self._fault(op, "timeout" if isinstance(error, TimeoutError) else "error", type(error).__name__)
         return _LOST
@@ -259,6 +269,12 @@ class Store:
 
     def _count(self, op: str, result: str) -> None:
         self._metrics.store_operations.add(op, result)
+
+
+def _why(error: ResponseError) -> str:
+    """The word that Redis's errors begin with: OOM, NOPERM, MOVED."""
+    word = str(error).partition(" ")[0]
+    return word if word.isalpha() and word.isupper() and len(word) < 20 else type(error).__name__
 
 
 async def _reply(command: Command) -> Any:

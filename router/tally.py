@@ -27,6 +27,10 @@ class Counts:
         """Count; `by=0` makes the series known, so that its first increase can be seen."""
         self._values[labels] += by
 
+    def drop(self, *labels: str) -> None:
+        """There is no such thing any more, nor its series."""
+        self._values.pop(labels, None)
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         name, documentation, names = self._family
         family = CounterMetricFamily(name, documentation, labels=names)

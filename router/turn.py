@@ -15,13 +15,14 @@ from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
 from router import headers, jsontext, lessons, memory
+from router.admission import Gate
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.capabilities import exchanges
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.faults import EngineFault, gone_for_now
+from router.member import Engine
 from router.plan import Facts, Plan, make_plan
-from router.pool import Engine
 from router.relay import StreamRelay
 from router.release import is_ours
 from router.report import Report
@@ -38,6 +39,7 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     """Answer one request, and settle what it leaves behind however it ends."""
     router = request.app[ROUTER]
     report = Report(request[REQUEST_ID], endpoint.name)
+    router.budget.deposit()
     try:
         with router.turns:
             turn = await read_turn(router, request, endpoint, report)
@@ -66,12 +68,16 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
 
 async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
     try:
-        await memory.recall(router, turn)
+        await enter(router, turn, router.decode_gate)
         try:
-            await memory.compare(router, turn)
-            return await answer(router, request, turn)
+            await memory.recall(router, turn)
+            try:
+                await memory.compare(router, turn)
+                return await answer(router, request, turn)
+            finally:
+                memory.settle(router, turn)
         finally:
-            memory.settle(router, turn)
+            router.decode_gate.leave()
     except asyncio.CancelledError:
         if turn.aborted and turn.task.uncancel() == 0:  # by a request of its client, who is still there
             raise aborted() from None
@@ -110,25 +116,37 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
         give_back(router, turn)
 
 
+async def enter(router: Router, turn: Turn, gate: Gate) -> None:
+    """Wait until there is room in a pool. `gate.leave` afterwards."""
+    due = asyncio.get_running_loop().time() + router.config.queue_timeout
+    await gate.enter(turn.priority, min(due, turn.deadline))
+
+
 def plan_turn(router: Router, turn: Turn) -> Plan:
-    config, past = router.config, turn.past
+    config, pool, past = router.config, router.pool, turn.past
     record = past.claimed.record if past.claimed else None
+    offer = past.claimed.offer if past.claimed else None
     facts = Facts(
         turn.model,
         turn.alone,
-        last_prefill=record.prefill if record else None,
+        last_prefill=turn.prefilled_by or (record.prefill if record else None),
         last_decode=record.decode if record else None,
         num_new=past.num_new,
         why=past.why,
         scale_out=turn.endpoint.name == "generate",
-        refuses=past.claimed is not None and past.claimed.offer is not None and is_ours(past.claimed.offer),
+        refuses=offer is not None and is_ours(offer),
+        owner=offer.remote_engine_id if offer else None,
+        prefix=turn.conversation.prefix() if record is None else None,
     )
     return make_plan(
         facts,
-        [engine.view() for engine in router.pool.prefill],
-        [engine.view() for engine in router.pool.decode],
+        pool.prefill,
+        pool.decode,
+        draw=pool.draw,
         avoid=turn.avoid,
         slack=config.affinity_slack,
+        has_prefill=pool.has("prefill"),
+        served=pool.remembered,
         fallback=config.prefill_fallback == "decode",
         break_even=router.break_even.tokens,
     )
@@ -151,6 +169,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     def unsent() -> None:
         turn.past.in_hand = offer is not None
 
+    await enter(router, turn, router.prefill_gate)
     try:
         with engine.known.given_blocks() if offer is not None else nullcontext():
             prefilled = await router.upstream.prefill(
@@ -167,9 +186,12 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
             memory.take_back(router, turn, error)
             if isinstance(error, EngineFault):
                 error.may_be_blocks = error.kind in ("status", "params", "timeout") and error.status != 503
-                if error.kind == "timeout" and engine.failures == engine.in_flight == 0:  # nothing else held it up
+                if error.kind == "timeout" and engine.looks_missed == engine.in_flight == 0:  # nothing else held it up
                     lessons.from_pull_that_hung(engine)
         raise
+    finally:
+        router.prefill_gate.leave()
+    turn.prefilled_by = url
     lessons.from_prefill(turn, engine, prefilled, offer)
     turn.blocks = prefilled.params
     turn.engine = None
@@ -228,7 +250,7 @@ async def decode(
 
 def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
     """What a decode engine is told that prefills for itself: the next turn may want its blocks."""
-    if turn.alone is not None or not router.pool.prefill or not engine.is_ours(turn.model):
+    if turn.alone is not None or not router.pool.has("prefill") or not engine.is_ours(turn.model):
         return None
     past = turn.past
     if plan.reason != "short_suffix" or past.claimed is None or past.claimed.offer is None:
@@ -296,7 +318,7 @@ async def pass_on(
 def excuse(turn: Turn, fault: EngineFault) -> None:
     """A decode engine that was given blocks has failed, perhaps only at having them. Once in a turn that says nothing
     against it: the prompt is prefilled again, for the same one."""
-    parked = fault.kind == "timeout" and fault.engine.failures == 0  # it still answers others
+    parked = fault.kind == "timeout" and fault.engine.looks_missed == 0  # it still answers others
     if (
         fault.engine.role == "decode"
         and not turn.excused
@@ -310,6 +332,9 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
 
     One that broke off is asked again if there is no other and it may never have seen the request.
     """
+    if not router.budget.spend():
+        router.metrics.retries_refused.add(fault.engine.role)
+        raise fault
     if fault.may_be_blocks:
         # Likely it could not load the blocks it was given, which says nothing against the engine. They are gone now.
         router.metrics.retries.add(fault.engine.role)
@@ -325,7 +350,7 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
         if not fault.stale or not _can_go_on(router, turn):
             raise gone_for_now(fault.engine) from fault
     router.metrics.retries.add(fault.engine.role)
-    failed = {"role": fault.engine.role, "engine": fault.engine.url, "fault": fault.kind}
+    failed = {"role": fault.engine.role, "engine": fault.engine.name, "fault": fault.kind}
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
 
 

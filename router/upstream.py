@@ -22,8 +22,9 @@ from router.client import Client, Response
 from router.client_protocol import ClientError, ConnectFailed, Disconnected, TooLarge
 from router.faults import EngineFault, FaultKind
 from router.ids import ids_or_none
+from router.member import Engine
 from router.metrics import Metrics
-from router.pool import Engine, Pool
+from router.pool import Pool
 
 MAX_ANSWER_BYTES: Final = 256 << 20
 RELEASE_SECONDS: Final = 1.0
@@ -31,7 +32,6 @@ ABORT_PATH: Final = "/inference/v1/abort_requests"
 DRAIN_SECONDS: Final = 0.5
 LEAVING_SECONDS: Final = 0.5
 NO_MODEL: Final = "NotFoundError"  # what engines say of a model they do not have; of a path they say something else
-LEAVING: Final = "shutting down"  # what our engine's 503 says then
 JSON: Final = "Content-Type: application/json\r\n"
 
 log = logging.getLogger("router.upstream")
@@ -50,20 +50,21 @@ class Leg:
         self._engine = engine
         self._due = due
         self.started = upstream.loop.time()
-        engine.in_flight += 1
-        engine.dispatched += 1
+        upstream.pool.dispatch(engine)
 
     async def send(self, path: str, body: Body, headers: str) -> None:
         try:
             self.response = await self._upstream.send(self._engine, path, body, headers, self._due)
         except (ClientError, TimeoutError) as error:
             raise self._upstream.fault_of(self._engine, error) from error
-        self._engine.waits.add(self.response)
+        self._engine.legs.add(self.response)
 
     async def whole(self, due: float | None = None) -> dict[str, Any]:
         """The answer as JSON, if it is a good one."""
         try:
-            return await self._upstream.good_object(self._engine, self.response, due or self._due)
+            answer = await self._upstream.good_object(self._engine, self.response, due or self._due)
+            self._engine.answered()
+            return answer
         except (ClientError, TimeoutError) as error:
             raise self._upstream.fault_of(self._engine, error) from error
 
@@ -72,7 +73,7 @@ class Leg:
         engine = self._engine
         engine.in_flight -= 1
         if (response := getattr(self, "response", None)) is not None:
-            engine.waits.discard(response)
+            engine.legs.discard(response)
             response.release()
         self._upstream.metrics.leg_seconds.observe(engine.role, self._upstream.loop.time() - self.started)
 
@@ -117,7 +118,7 @@ class Decoding(Leg):
                 raise self._upstream.fault_of(self._engine, error) from error
         if not self._has_begun:
             self._has_begun = True
-            self._engine.waits.discard(response)
+            self._engine.answered()
         return data
 
     async def drain(self) -> None:
@@ -166,7 +167,7 @@ class Upstream:
         self.metrics = metrics
         self.idle_timeout = idle_timeout
         self._client = client
-        self._pool = pool
+        self.pool = pool
         self._background = background
         self._prefill_timeout = prefill_timeout
         self._first_byte_timeout = first_byte_timeout
@@ -340,8 +341,10 @@ class Upstream:
         message = fields.pop("message", None) or f"The {engine.role} engine answered with status {status}."
         if status == 503:
             fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
-            if LEAVING in message:
-                self._pool.gone(engine, LEAVING)
+            if faults.LEAVING in message:
+                engine.leaves()
+            else:
+                engine.spare(_seconds(fields["headers"]["Retry-After"]))
         if status >= 500 and status != 501:
             return self._counted(EngineFault(engine, "status", status, message, **fields))
         if status in (400, 403) and str(fields.get("param")).startswith(TRANSFER_KEYS):
@@ -356,7 +359,7 @@ class Upstream:
     def fault_of(self, engine: Engine, error: ClientError | TimeoutError) -> EngineFault:
         """What the network has done to an exchange with an engine."""
         if isinstance(error, ConnectFailed):
-            self._pool.gone(engine, "unreachable")
+            self.pool.lost(engine, "unreachable")
             return self.fault(engine, "unreachable", 503, "cannot be reached")
         if isinstance(error, TimeoutError):
             return self.fault(engine, "timeout", 504, "did not answer in time")
@@ -369,7 +372,13 @@ class Upstream:
 
     def _counted(self, fault: EngineFault) -> EngineFault:
         self.metrics.leg_failures.add(fault.engine.role, fault.kind)
+        if fault.kind != "unreachable" and fault.status != 503:
+            self.pool.faulted(fault.engine, fault.kind)
         return fault
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isdecimal() and len(retry_after) < 6 else 1.0
 
 
 def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:

@@ -23,6 +23,7 @@ Why = Literal[
     "uncuttable",
     "media",
     "owner_down",
+    "owner_restarted",
     "incompatible",
     "one_way",
     "gone",
@@ -39,6 +40,7 @@ short        too few tokens to be worth a pull
 uncuttable   only a part would do, and these blocks cannot be cut (several KV-cache groups, unknown block size)
 media        ids do not say what is in a picture
 owner_down   the engine that has them cannot be reached now
+owner_restarted  that engine has been started anew since, and has nothing left of them
 incompatible the prefill engine cannot use KV of the engine that has them
 one_way      the prefill engine is not known to pull: it was not started for that, or another turn is finding out
 gone         lost in an attempt of this turn that failed

@@ -16,7 +16,7 @@ from aiohttp import web
 from connectors.wire import sse
 from router.config import RouterConfig
 from router.context import ROUTER, Router
-from router.pool import Engine
+from router.member import Engine
 from router.run import make_runner
 from tests.stub_engine import StubEngine
 
@@ -36,7 +36,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
 
 def pretend_ready(engine: Engine, like: Engine) -> None:
     """Have the router believe that an engine is up, and such as another."""
-    engine.models, engine.known, engine.state = like.models, like.known, "ready"
+    engine.models, engine.known, engine.health = like.models, like.known, "ready"
 
 
 @dataclass

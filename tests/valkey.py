@@ -47,14 +47,21 @@ class Valkey:
 
 
 @contextmanager
-def valkey(folder: Path, port: int | None = None) -> Iterator[Valkey]:
+def valkey(folder: Path, port: int | None = None, *options: str) -> Iterator[Valkey]:
     port = port or free_port()
+    arguments = [
+        *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+        *("--dir", str(folder), *options),
+    ]
+    with listening(port, *arguments) as server:
+        yield server
+
+
+@contextmanager
+def listening(port: int, *arguments: str) -> Iterator[Valkey]:
+    """A server with these arguments, from when it listens."""
     process = subprocess.Popen(
-        [
-            str(server_binary()),
-            *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
-            *("--dir", str(folder)),
-        ],
+        [str(server_binary()), *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -12,7 +12,7 @@ from router.body import read_object
 from router.clean import without_engine_talk
 from router.context import REQUEST_ID, ROUTER, Router
 from router.faults import EngineFault
-from router.pool import Engine, Role
+from router.member import Engine, Role
 
 POSTS: Final = (
     *("/tokenize", "/detokenize"),
@@ -70,12 +70,12 @@ def _choose(router: Router, model: str | None, rather: Role, tried: set[str]) ->
         if model is not None and router.pool.models() and model not in router.pool.models():
             raise model_not_found(model)
         raise unavailable("No engine is ready for this now. Try again in a moment.")
-    return min(able, key=lambda engine: (engine.role != rather, engine.in_flight, engine.dispatched))
+    return min(able, key=lambda engine: (engine.spared, engine.role != rather, engine.load, engine.last))
 
 
 def _able(router: Router, model: str | None, tried: set[str]) -> list[Engine]:
     return [
         engine
         for engine in router.pool.engines
-        if engine.state == "ready" and engine.url not in tried and (model is None or model in engine.models)
+        if engine.ready and engine.url not in tried and (model is None or model in engine.models)
     ]

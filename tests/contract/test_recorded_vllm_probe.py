@@ -9,8 +9,10 @@ import pytest
 from aiohttp import web
 
 from router.client import Client
+from router.discovery.source import Found
 from router.known import Known
 from router.pool import Pool
+from router.watch import Watch
 from tests.contract.recorded import BLOCK_SIZE, MODEL, recorded, replay
 
 FILES = ("version", "models", "probe_tokenize", "probe_release", "probe_generate", "probe_generate_empty")
@@ -40,9 +42,11 @@ async def vllm(metrics: str) -> AsyncIterator[str]:
 
 async def found(metrics: str) -> Known:
     async with vllm(metrics) as url, Client(2.0) as client:
-        pool = Pool(client, prefill=(url,), decode=(), probe_interval=60.0, probe_timeout=5.0)
+        pool = Pool(["prefill"])
+        pool.update("prefill", "test", [Found(url)])
+        watch = Watch(pool, client, interval=60.0, timeout=5.0)
         (engine,) = pool.engines
-        await pool._look(engine)
+        await watch.look(engine)
         assert engine.state == "ready"
         assert set(engine.models) == {MODEL}
         return engine.known

@@ -389,7 +389,7 @@ async def test_owner_that_is_down_is_not_asked_for_blocks(p: StubEngine, redis_u
             await front.post(chat(TURN_1))
         async with router_over([p], [d1.url, d2], redis_url, wait=False, **SETTINGS) as front:
             await until(lambda: front.router.pool.is_up("decode") and front.router.pool.is_up("prefill"), "up")
-            await until(lambda: front.router.pool.decode[0].state == "down", "the owner is known to be down")
+            await until(lambda: front.router.pool.decode[0].state == "ejected", "the owner is known to be down")
             answer = await front.post(chat(TURN_2), headers=EXPLAIN)
         assert (answer.explain["reason"], answer.explain["kv"]) == ("moved", "owner_down")
         assert offered(p) is None

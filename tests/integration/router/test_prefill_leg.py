@@ -133,7 +133,7 @@ async def test_its_fault_is_met_by_another_engine(
     ):
         first = front.router.pool.get("prefill", p.url if fault == "500" else NOBODY)
         pretend_ready(first, front.router.pool.get("prefill", second.url))
-        front.router.pool.get("prefill", second.url).dispatched += 5  # so that the first is chosen
+        front.router.pool.get("prefill", second.url).last += 5  # so that the first is chosen
         p.scripts.append(refuse(500))
         answer = await front.post(endpoint.plain, path=endpoint.path)
         assert endpoint.said(answer, stream=False)
@@ -147,7 +147,7 @@ async def test_with_nobody_to_do_it_decode_may_if_it_is_so_set(
     redis_url: str, d: StubEngine, endpoint: Endpoint
 ) -> None:
     async with router_over([NOBODY], [d], redis_url) as front:
-        await until(lambda: front.router.pool.get("prefill", NOBODY).state == "down", "it is known to be down")
+        await until(lambda: front.router.pool.get("prefill", NOBODY).state == "ejected", "it is known to be down")
         answer = await front.post(endpoint.plain, path=endpoint.path)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
         assert not d.seen

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,21 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
+from router.redis_address import RedisAddress
+from router.redis_connection import connect
 from router.redis_link import LATE_SECONDS, Link
+from tests.redis_stub import serving
 from tests.store_parts import eventually
+
+
+def link_to(url: str, *, timeout: float) -> Link:
+    address = RedisAddress.parse(url)
+    return Link(partial(connect, address.data, address.endpoints[0]), timeout=timeout)
 
 
 @pytest.fixture
 async def link(redis_url: str) -> AsyncIterator[Link]:
-    link = Link(redis_url + "?client_name=one-link", timeout=20.0)
+    link = link_to(redis_url + "?client_name=one-link", timeout=20.0)
     yield link
     await link.close()
     assert link.num_pending == 0
@@ -85,7 +94,7 @@ async def test_error_reply_leaves_the_connection_as_good_as_before(link: Link) -
 
 async def test_late_reply_goes_to_who_is_left(redis_url: str) -> None:
     """Once, with whether the caller was cancelled or told that it is over."""
-    link = Link(redis_url, timeout=0.05)
+    link = link_to(redis_url, timeout=0.05)
     told: list[tuple[Any, bool]] = []
 
     def late(reply: Any, cancelled: bool) -> None:
@@ -114,7 +123,7 @@ async def test_late_reply_goes_to_who_is_left(redis_url: str) -> None:
 
 async def test_connection_without_reply_is_given_up(redis_url: str) -> None:
     """Everything under way is told, and the next command has another connection."""
-    link = Link(redis_url, timeout=0.05)
+    link = link_to(redis_url, timeout=0.05)
     told: list[Any] = []
     first = await ask(link, "CLIENT", "ID")
     blocked = link.send("BLPOP", "nothing-there", 0, late=lambda reply, _: told.append(reply))
@@ -133,9 +142,15 @@ async def test_connection_without_reply_is_given_up(redis_url: str) -> None:
 async def test_connection_on_which_more_is_said_is_not_used_again(more: bytes) -> None:
     """What was not asked for is never taken for the reply to the next command."""
     async with answering(b":1\r\n" + more) as url:
-        link = Link(url, timeout=20.0)
+        link = link_to(url, timeout=20.0)
+
+        async def answered() -> bool:
+            reply = await ask(link, "PING")
+            assert reply == 1 or isinstance(reply, RedisConnectionError)
+            return bool(reply == 1)
+
         for _ in range(3):
-            assert await ask(link, "PING") == 1
+            await eventually(answered)
         await link.close()
 
 
@@ -143,3 +158,26 @@ async def test_commands_before_the_connection_is_made_go_out_in_order(link: Link
     commands = [link.send("ECHO", str(number)) for number in range(20)]
     assert not link.is_connected
     assert [await command.future for command in commands] == [str(number).encode() for number in range(20)]
+
+
+async def test_server_that_keeps_hanging_up_is_left_alone_for_longer_and_longer() -> None:
+    """Commands in between are told at once, instead of each making a connection."""
+    num_connections = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        writer.close()
+
+    async with serving(hang_up) as url:
+        link = link_to(url, timeout=20.0)
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + 1.0
+        num_commands = 0
+        while loop.time() < ends:
+            assert isinstance(await ask(link, "PING"), RedisConnectionError)
+            num_commands += 1
+            await asyncio.sleep(0)
+        await link.close()
+    assert num_commands > 10 * num_connections
+    assert 3 <= num_connections <= 8

@@ -245,7 +245,7 @@ async def test_only_engine_killed_is_503(d: StubEngine, redis_url: str) -> None:
         p.scripts.append(die)
         answer = await front.post(CHAT)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-        assert front.router.pool.get("prefill", p.url).state == "down"
+        assert front.router.pool.get("prefill", p.url).state == "ejected"
 
 
 async def test_engines_that_shut_down_are_left_at_once(four: Any) -> None:
@@ -258,8 +258,8 @@ async def test_engines_that_shut_down_are_left_at_once(four: Any) -> None:
     assert {(answer.explain["prefill"], answer.explain["decode"]) for answer in answers} == {(p2.url, d2.url)}
     seen = len(p1.seen), len(d1.seen)
     assert all(seen)
-    assert front.router.pool.get("prefill", p1.url).state == "down"
-    assert front.router.pool.get("decode", d1.url).state == "down"
+    assert front.router.pool.get("prefill", p1.url).state == "draining"
+    assert front.router.pool.get("decode", d1.url).state == "draining"
     assert (await front.post(STREAM)).status == 200
     assert (len(p1.seen), len(d1.seen)) == seen
 
@@ -276,7 +276,7 @@ async def test_unreachable_decode_engine_costs_no_second_prefill(p: StubEngine, 
         assert len(p.seen) == 1
         assert alive.bodies[0]["kv_transfer_params"]["remote_request_id"] == "prefill-1"
         assert not p.released
-        assert front.router.pool.get("decode", NOBODY).state == "down"
+        assert front.router.pool.get("decode", NOBODY).state == "ejected"
 
 
 async def test_blocks_held_too_long_are_not_offered(p: StubEngine, redis_url: str) -> None:
@@ -328,12 +328,12 @@ async def _all_running(engines: list[tuple[StubEngine, int]]) -> AsyncIterator[N
 
 
 async def test_request_that_finds_the_engine_gone_is_503(redis_url: str, d: StubEngine) -> None:
-    async with StubEngine("prefill").running() as p, router_over([p], [d], redis_url, probe_interval=60) as front:
-        gone = front.router.pool.get("prefill", p.url)
-        gone.url = NOBODY
+    async with router_over([NOBODY], [d], redis_url, probe_interval=60) as front:
+        gone = front.router.pool.get("prefill", NOBODY)
+        pretend_ready(gone, front.router.pool.get("decode", d.url))
         answer = await front.post(CHAT)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-        assert gone.state == "down"
+        assert gone.state == "ejected"
 
 
 @pytest.mark.parametrize("model", [None, "m", "other"])
@@ -379,7 +379,8 @@ async def test_engine_that_lists_no_models_is_not_ready(answer: Script, d: StubE
     odd = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with router_over([odd], [d], redis_url, wait=False) as front:
-            await until(lambda: front.router.pool.get("prefill", odd).state == "down", "down")
+            await until(lambda: front.router.pool.get("prefill", odd).looks_missed > 1, "it was looked at")
+            assert front.router.pool.get("prefill", odd).state == "joining"
             assert (await front.post(CHAT)).status == 503
     finally:
         await runner.cleanup()
@@ -649,7 +650,7 @@ async def test_turn_does_not_wait_for_an_engine_that_hangs(redis_url: str, role:
         ill, well = (p1, p2) if role == "prefill" else (d1, d2)
         ill.awake.clear()
         well_dispatched = front.router.pool.get("prefill" if role == "prefill" else "decode", well.url)
-        well_dispatched.dispatched += 10  # so that the ill one is chosen
+        well_dispatched.last += 10  # so that the ill one is chosen
         answer = await asyncio.wait_for(front.post({**CHAT, "stream": stream}, headers=EXPLAIN), 10)
         assert answer.status == 200
         assert (answer.explain["attempts"], answer.explain[role]) == (2, well.url)
@@ -667,7 +668,7 @@ async def test_engine_that_is_told_to_leave_may_finish_what_it_has(front: Front,
     d.scripts.append(finish)
     answering = asyncio.create_task(front.post(CHAT))
     await until(lambda: d.seen, "the decode leg has arrived")
-    front.router.pool.gone(front.router.pool.get("decode", d.url), "shutting down")
+    front.router.pool.get("decode", d.url).leaves()
     await asyncio.sleep(0)
     leave.set()
     assert (await answering).status == 200

@@ -31,7 +31,7 @@ async def test_status_tells_engines_and_what_they_can_do() -> None:
 async def test_status_shows_no_password_of_an_engines_address() -> None:
     secret = NOBODY.replace("http://", "http://user:s3cret@")
     async with router_over([], [secret], NO_REDIS, wait=False) as front:
-        await until(lambda: front.router.pool.decode[0].state == "down", "down")
+        await until(lambda: front.router.pool.decode[0].state == "ejected", "down")
         answer = await front.get("/admin/status")
     assert answer.json["engines"][0]["url"] == NOBODY
     assert b"s3cret" not in answer.raw

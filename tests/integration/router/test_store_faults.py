@@ -10,8 +10,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,10 @@ from router.metrics import Metrics
 from router.record import pack_offer
 from router.redis_link import LATE_SECONDS
 from router.store import FAULTS_UNTIL_PAUSE, PAUSE_SECONDS, STAMP_BYTES, Claimed, Store
+from tests.redis_stub import forwarder, serving
 from tests.store_parts import count, eventually, names, offer, record, store_at
 from tests.valkey import Valkey, free_port, valkey
+from tests.valkey_groups import tell
 
 TIMEOUT = 0.05
 MARGIN = 0.5
@@ -57,6 +58,13 @@ async def freeze(server: Valkey) -> None:
     server.process.send_signal(signal.SIGSTOP)
 
 
+async def sleep(server: Valkey) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"DEBUG SLEEP 30\r\n")
+    await writer.drain()
+    writer.close()
+
+
 async def pause(server: Valkey) -> None:
     async with Redis.from_url(server.url) as redis:
         await redis.execute_command("CLIENT", "PAUSE", "30000", "ALL")
@@ -83,9 +91,9 @@ async def fill(server: Valkey) -> None:
         await redis.execute_command("CONFIG", "SET", "maxmemory", "1")
 
 
-@pytest.mark.parametrize("breakage", [kill, freeze, pause, lock, forbid, demote])
+@pytest.mark.parametrize("breakage", [kill, freeze, sleep, pause, lock, forbid, demote])
 async def test_broken_server_is_a_miss_in_time(tmp_path: Path, metrics: Metrics, breakage: Breakage) -> None:
-    with valkey(tmp_path) as server:
+    with valkey(tmp_path, None, "--enable-debug-command", "yes") as server:
         async with store_at(server.url, metrics=metrics) as store:
             assert (await store.save("k", record(), offer())).kept
             await breakage(server)
@@ -103,6 +111,25 @@ async def test_nobody_there_is_a_miss_in_time(metrics: Metrics) -> None:
         assert not await store.ping()
     assert count(metrics, "claim", "error") == 1
     assert count(metrics, "claim", "skipped") == 2
+
+
+async def test_server_that_still_loads_is_a_miss_until_it_has(tmp_path: Path, metrics: Metrics) -> None:
+    with valkey(tmp_path) as server:
+        async with store_at(server.url) as store:
+            assert (await store.save("k", record(), offer())).kept
+        await tell(server, "EVAL", "for i = 1, 5000 do redis.call('SET', i, string.rep('x', 100)) end", 0)
+        await tell(server, "SAVE")
+    slowly = ("--key-load-delay", "10000", "--loading-process-events-interval-bytes", "1024")
+    with valkey(tmp_path, None, *slowly) as server:
+        async with store_at(server.url, seconds=TIMEOUT, metrics=metrics) as store:
+            await use_in_vain(store)
+            assert count(metrics, "claim", "error") == 1
+            assert await tell(server, "CONFIG", "SET", "key-load-delay", "0") == b"OK"
+
+            async def found() -> bool:
+                return await store.claim("k") is not None
+
+            await eventually(found, 20.0)
 
 
 async def test_address_that_swallows_packets_is_a_miss_in_time() -> None:
@@ -214,39 +241,39 @@ async def test_faults_and_their_end_are_logged_once(
     assert caplog.messages[1:] == ["Redis answers again"]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\x00\xff" * 100,
-        b"$-5\r\n",
-        b"*9\r\n",
-        b"$2000000000\r\n",
-        b"*4\r\n$5\r\nab",
-        b"+OK\r\n",
-        b":5\r\n",
-        b"$-1\r\n",
-        b"*-1\r\n",
-        b"*0\r\n",
-        b"*4\r\n:1\r\n:2\r\n:3\r\n:4\r\n",
-        b"*2\r\n*0\r\n*0\r\n",
-        b"*2\r\n$-1\r\n$-1\r\n",
-        b"$3\r\n\xff\xfe\xfd\r\n",
-        b"-MOVED 1 127.0.0.1:1\r\n",
-        b"-MOVED nonsense\r\n",
-        b"-ASK\r\n",
-        b"-CLUSTERDOWN The cluster is down\r\n",
-        b"-LOADING Redis is loading the dataset in memory\r\n",
-        b"-BUSY Redis is busy running a script\r\n",
-        b"-MASTERDOWN Link with MASTER is down\r\n",
-        b"-NOSCRIPT No matching script\r\n",
-        b"-NOAUTH Authentication required.\r\n",
-        b"-NOPERM no\r\n",
-        b"-ERR \xff\xfe\r\n",
-        b"-\r\n",
-    ],
-)
+ANYTHING = [
+    b"",
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"\x00\xff" * 100,
+    b"$-5\r\n",
+    b"*9\r\n",
+    b"$2000000000\r\n",
+    b"*4\r\n$5\r\nab",
+    b"+OK\r\n",
+    b":5\r\n",
+    b"$-1\r\n",
+    b"*-1\r\n",
+    b"*0\r\n",
+    b"*4\r\n:1\r\n:2\r\n:3\r\n:4\r\n",
+    b"*2\r\n*0\r\n*0\r\n",
+    b"*2\r\n$-1\r\n$-1\r\n",
+    b"$3\r\n\xff\xfe\xfd\r\n",
+    b"-MOVED 1 127.0.0.1:1\r\n",
+    b"-MOVED nonsense\r\n",
+    b"-ASK\r\n",
+    b"-CLUSTERDOWN The cluster is down\r\n",
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+    b"-BUSY Redis is busy running a script\r\n",
+    b"-MASTERDOWN Link with MASTER is down\r\n",
+    b"-NOSCRIPT No matching script\r\n",
+    b"-NOAUTH Authentication required.\r\n",
+    b"-NOPERM no\r\n",
+    b"-ERR \xff\xfe\r\n",
+    b"-\r\n",
+]
+
+
+@pytest.mark.parametrize("answer", ANYTHING)
 @pytest.mark.parametrize("then", ["wait", "close", "reset"])
 async def test_server_that_says_anything_is_a_miss_in_time(answer: bytes, then: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -262,6 +289,21 @@ async def test_server_that_says_anything_is_a_miss_in_time(answer: bytes, then: 
     async with serving(serve) as url, store_at(url, seconds=TIMEOUT) as store:
         await use_in_vain(store)
         await use_in_vain(store)
+    assert store.num_pending == 0
+
+
+@pytest.mark.parametrize("answer", ANYTHING)
+@pytest.mark.parametrize("address", ["redis+sentinel://{}/records", "redis+cluster://{}"])
+async def test_group_that_says_anything_is_a_miss_in_time(answer: bytes, address: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 20):
+            writer.write(answer)
+
+    async with serving(serve) as url:
+        where = url.removeprefix("redis://").removesuffix("/0")
+        async with store_at(address.format(where), seconds=TIMEOUT) as store:
+            await use_in_vain(store)
+            await use_in_vain(store)
     assert store.num_pending == 0
 
 
@@ -423,62 +465,3 @@ async def test_commands_are_bounded(redis_url: str, metrics: Metrics, monkeypatc
     async with store_at(redis_url, metrics=metrics) as store:
         await asyncio.gather(*(store.claim("bounded") for _ in range(20)))
     assert count(metrics, "claim", "skipped") == 15
-
-
-class Forwarder:
-    """One address, behind it whatever server `port` says when a connection begins."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.url = ""
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.port)
-        await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-    except ConnectionError:
-        pass
-    finally:
-        writer.close()
-
-
-@asynccontextmanager
-async def forwarder(port: int) -> AsyncIterator[Forwarder]:
-    forwarder = Forwarder(port)
-    async with serving(forwarder.serve) as forwarder.url:
-        yield forwarder
-
-
-@asynccontextmanager
-async def serving(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[str]:
-    """The address of a server that treats every connection so."""
-    handlers: set[asyncio.Task[object]] = set()
-    writers: set[asyncio.StreamWriter] = set()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        handlers.add(task)
-        writers.add(writer)
-        try:
-            await serve(reader, writer)
-        except ConnectionError:
-            pass
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    try:
-        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
-        if handlers:
-            await asyncio.wait(handlers, timeout=5)
-        await server.wait_closed()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
 from router.client import Client
-from router.pool import Engine, Pool
+from router.discovery.source import Found
+from router.member import Engine
+from router.pool import Pool
+from router.statement import EngineStatement
+from router.watch import Watch
 
 METRICS = """\
 # HELP vllm:nixl_bytes_transferred Histogram
@@ -145,12 +150,13 @@ class HostileStandIn(StandIn):
 
 @asynccontextmanager
 async def looked_at(
-    *engines: StandIn, seconds: float = 5.0, **settings: Any
-) -> AsyncIterator[tuple[Pool, list[Engine]]]:
-    """A pool that has looked at each of these prefill engines once, and watches none."""
+    *engines: StandIn, seconds: float = 5.0, stated: Mapping[str, EngineStatement] = MappingProxyType({})
+) -> AsyncIterator[tuple[Watch, list[Engine]]]:
+    """Each of these prefill engines looked at once, and none watched."""
     async with Client(2.0) as client:
-        urls = tuple(engine.url for engine in engines)
-        pool = Pool(client, prefill=urls, decode=(), probe_interval=60.0, probe_timeout=seconds, **settings)
+        pool = Pool(["prefill"], stated=stated)
+        watch = Watch(pool, client, interval=60.0, timeout=seconds)
+        pool.update("prefill", "test", [Found(engine.url) for engine in engines])
         for engine in pool.engines:
-            await pool._look(engine)
-        yield pool, list(pool.prefill)
+            await watch.look(engine)
+        yield watch, list(pool.prefill)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.wire.openai import APIError
+from router import plan as planning
 from router.capabilities import FACTS, Capabilities, Kind, assumed, exchanges, lowers, merged, mismatch
-from router.plan import EngineView, Facts, Lack, make_plan
+from router.plan import Facts, Lack
 from router.verify import Why
+from tests.unit.router.candidates import EngineView
 
 OURS = Capabilities(kind="backhaul", version="0.1.0", kv_layout="a")
 VLLM = Capabilities(kind="vllm", version="0.32.0", block_size=32)
@@ -77,8 +81,11 @@ def test_what_vllm_lacks_is_said_in_words() -> None:
 # Plans over mixed pools.
 
 
+make_plan = partial(planning.make_plan, draw=random.Random(7))
+
+
 def up(url: str, known: Capabilities, in_flight: int = 0, *, pulls: bool = True) -> EngineView:
-    return EngineView(url, True, frozenset("m"), in_flight, known=known, pulls=pulls)
+    return EngineView(url, True, frozenset("m"), in_flight, can=known, pulls=pulls)
 
 
 def test_pairs_are_of_one_kind_whoever_is_idle() -> None:
@@ -152,9 +159,12 @@ def pool(role: str) -> st.SearchStrategy[list[EngineView]]:
         url=st.sampled_from([f"{role}{number}" for number in range(6)]),
         ready=st.sampled_from([True, True, False]),
         models=st.sampled_from([frozenset("m"), frozenset("mn"), frozenset("n")]),
-        in_flight=st.integers(0, 9),
-        known=capabilities,
+        load=st.integers(0, 9),
+        can=capabilities,
         pulls=st.booleans(),
+        spared=st.booleans(),
+        readable=st.booleans(),
+        engine_id=st.sampled_from([None, "e0", "e1"]),
     )
     return st.lists(view, max_size=6, unique_by=lambda one: one.url)
 
@@ -170,6 +180,8 @@ def pool(role: str) -> st.SearchStrategy[list[EngineView]]:
         num_new=st.sampled_from([None, 1, 100]),
         why=st.sampled_from(get_args(Why)),
         refuses=st.booleans(),
+        owner=st.sampled_from([None, "e0"]),
+        prefix=st.sampled_from([None, b"1"]),
         scale_out=st.booleans(),
     ),
     st.sets(st.sampled_from(["p0", "d0"])),
@@ -179,7 +191,9 @@ def test_no_plan_hands_kv_to_an_engine_that_cannot_use_it(
     prefill: list[EngineView], decode: list[EngineView], facts: Facts, avoid: set[str], fallback: bool
 ) -> None:
     try:
-        plan = make_plan(facts, prefill, decode, avoid=avoid, fallback=fallback, break_even=10)
+        plan = make_plan(
+            facts, prefill, decode, avoid=avoid, fallback=fallback, break_even=10, has_prefill=bool(prefill)
+        )
     except APIError:
         able = [d for d in decode if d.ready and "m" in d.models and d.url not in avoid]
         assert not able or (prefill and not fallback), "whoever is there has an answer"
@@ -189,19 +203,20 @@ def test_no_plan_hands_kv_to_an_engine_that_cannot_use_it(
     if plan.prefill is not None:
         p = next(one for one in prefill if one.url == plan.prefill)
         assert p.ready
-        assert exchanges(p.known, d.known)
-        assert not (facts.scale_out and p.known.scale_out is False)
+        assert exchanges(p.can, d.can)
+        assert not (facts.scale_out and p.can.scale_out is False)
         if plan.pull:
             owner = next(one for one in decode if one.url == facts.last_decode)
             assert facts.why in ("offered", "self_checked")
-            assert owner.ready
+            assert owner.readable
+            assert owner.has(facts.owner)
             assert p.pulls
-            assert exchanges(p.known, owner.known)
+            assert exchanges(p.can, owner.can)
     elif plan.reason == "no_compatible_prefill":
         able = [p for p in prefill if p.ready and "m" in p.models and p.url not in avoid]
         assert able
         assert plan.lack is not None
-        assert not any(exchanges(p.known, d.known) and not facts.scale_out for p in able)
+        assert not any(exchanges(p.can, d.can) and not facts.scale_out for p in able)
     assert not plan.pull or plan.prefill is not None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from connectors.wire.transfer import KVTransferParams
 from router.background import Background
 from router.capabilities import Capabilities
-from router.client import Client
+from router.discovery.source import Found
 from router.holdings import BATCH, Holdings
 from router.metrics import Metrics
 from router.pool import Pool
@@ -90,12 +89,12 @@ class Parts:
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[Pool]:
-    async with Client(1.0) as client:
-        pool = Pool(client, prefill=(), decode=(D, OTHER), probe_interval=60.0, probe_timeout=1.0)
-        for engine in pool.decode:
-            engine.known.found(VLLM)
-        yield pool
+async def pool() -> Pool:
+    pool = Pool(["decode"])
+    pool.update("decode", "test", [Found(D), Found(OTHER)])
+    for engine in pool.decode:
+        engine.known.found(VLLM)
+    return pool
 
 
 @pytest.fixture

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
 
 from connectors.wire.openai import APIError
-from router.plan import KV_REASONS, REASONS, EngineView, Facts, Plan, make_plan
+from router import plan
+from router.plan import KV_REASONS, REASONS, Facts, Plan
 from router.verify import Why
+from tests.unit.router.candidates import EngineView
 
 M = frozenset({"m"})
 
 
-def up(url: str, in_flight: int = 0, dispatched: int = 0, *, models: frozenset[str] = M) -> EngineView:
-    return EngineView(url, True, models, in_flight, dispatched)
+make_plan = partial(plan.make_plan, draw=random.Random(7))
+
+
+def up(url: str, load: float = 0, last: int = 0, *, models: frozenset[str] = M) -> EngineView:
+    return EngineView(url, True, models, load, last)
 
 
 def down(url: str, *, models: frozenset[str] = M) -> EngineView:
-    return EngineView(url, False, models)
+    return EngineView(url, False, models, readable=False)
 
 
 def engines(plan: Plan) -> tuple[str | None, str, str]:
@@ -88,14 +95,14 @@ def engines(plan: Plan) -> tuple[str | None, str, str]:
 def test_plan(
     facts: Facts, prefill: list[EngineView], decode: list[EngineView], expected: tuple[str | None, str, str]
 ) -> None:
-    assert engines(make_plan(facts, prefill, decode)) == expected
+    assert engines(make_plan(facts, prefill, decode, has_prefill=bool(prefill))) == expected
 
 
 def test_engines_that_just_failed_are_avoided() -> None:
     facts = Facts("m", last_prefill="p1", last_decode="d1")
     avoid = {"p1", "d1"}
-    plan = make_plan(facts, [up("p1"), up("p2", 9)], [up("d1"), up("d2", 9)], avoid=avoid)
-    assert engines(plan) == ("p2", "d2", "moved")
+    made = make_plan(facts, [up("p1"), up("p2", 9)], [up("d1"), up("d2", 9)], avoid=avoid)
+    assert engines(made) == ("p2", "d2", "moved")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +126,8 @@ def test_no_plan(prefill: list[EngineView], decode: list[EngineView], status: in
 
 
 def test_decode_engine_prefills_when_no_prefill_engine_is_left_and_that_is_wanted() -> None:
-    plan = make_plan(Facts("m"), [down("p")], [up("d")], fallback=True)
-    assert engines(plan) == (None, "d", "no_prefill_engine")
+    made = make_plan(Facts("m"), [down("p")], [up("d")], fallback=True)
+    assert engines(made) == (None, "d", "no_prefill_engine")
 
 
 SECOND = Facts("m", last_prefill="p1", last_decode="d1", refuses=True)
@@ -145,8 +152,8 @@ P, D = [up("p1"), up("p2")], [up("d1"), up("d2")]
 def test_use_of_the_last_turns_kv(
     why: Why, num_new: int | None, engines_and_reason: tuple[str | None, str, str], kv: str, pull: bool
 ) -> None:
-    plan = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
-    assert (engines(plan), plan.kv, plan.pull) == (engines_and_reason, kv, pull)
+    made = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
+    assert (engines(made), made.kv, made.pull) == (engines_and_reason, kv, pull)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +167,8 @@ def test_use_of_the_last_turns_kv(
 def test_blocks_are_pulled_from_their_owner_wherever_the_turn_goes(
     decode: list[EngineView], expected: tuple[str | None, str, str], kv: str, pull: bool
 ) -> None:
-    plan = make_plan(replace(SECOND, why="offered", num_new=3), P, decode, break_even=32)
-    assert (engines(plan), plan.kv, plan.pull) == (expected, kv, pull)
+    made = make_plan(replace(SECOND, why="offered", num_new=3), P, decode, break_even=32)
+    assert (engines(made), made.kv, made.pull) == (expected, kv, pull)
 
 
 def test_decode_engine_that_cannot_refuse_is_not_left_alone() -> None:
@@ -170,13 +177,13 @@ def test_decode_engine_that_cannot_refuse_is_not_left_alone() -> None:
 
 
 def test_nothing_is_pulled_from_an_engine_that_just_failed() -> None:
-    plan = make_plan(replace(SECOND, why="offered", num_new=1), P, D, break_even=32, avoid={"d1"})
-    assert (engines(plan), plan.kv, plan.pull) == (("p1", "d2", "moved"), "owner_down", False)
+    made = make_plan(replace(SECOND, why="offered", num_new=1), P, D, break_even=32, avoid={"d1"})
+    assert (engines(made), made.kv, made.pull) == (("p1", "d2", "moved"), "owner_down", False)
 
 
 def test_every_reason_is_one_of_those_listed_for_the_metrics() -> None:
     for why in get_args(Why):
         for num_new in (None, 1, 1000):
-            plan = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
-            assert plan.reason in REASONS
-            assert plan.kv in KV_REASONS
+            made = make_plan(replace(SECOND, why=why, num_new=num_new), P, D, break_even=32)
+            assert made.reason in REASONS
+            assert made.kv in KV_REASONS

@@ -8,7 +8,7 @@ import pytest
 
 from router.capabilities import Capabilities
 from router.known import MAX_TRIES
-from router.pool import Engine
+from router.member import Engine
 from router.statement import EngineStatement
 from tests.unit.router.stand_ins import BareStandIn, HostileStandIn, OurStandIn, StandIn, looked_at
 
@@ -74,27 +74,27 @@ async def test_block_size_that_is_none_is_not_known(size: str) -> None:
 
 
 async def test_it_is_asked_once_and_again_when_it_was_away_or_lists_other_models() -> None:
-    async with StandIn().running() as vllm, looked_at(vllm) as (pool, [engine]):
+    async with StandIn().running() as vllm, looked_at(vllm) as (watch, [engine]):
         questions = vllm.asked.count("GET /version")
-        await pool._look(engine)
+        await watch.look(engine)
         assert vllm.asked.count("GET /version") == questions == 1
-        pool.gone(engine, "unreachable")
+        engine.lost("unreachable")
         vllm.version = "0.33.0"
-        await pool._look(engine)
+        await watch.look(engine)
         assert (engine.known.now.version, engine.known.now.streams_carry_params) == ("0.33.0", True)
         vllm.models = ("m", "an-adapter")
-        await pool._look(engine)
+        await watch.look(engine)
         assert vllm.asked.count("GET /version") == 3
 
 
 async def test_one_that_was_too_busy_to_answer_is_asked_again_a_few_times() -> None:
     async with (
         HostileStandIn(manner="hangs up").running() as busy,
-        looked_at(busy) as (pool, [engine]),
+        looked_at(busy) as (watch, [engine]),
     ):
         looks = 1
         while engine.known.stale:
-            await pool._look(engine)
+            await watch.look(engine)
             looks += 1
     assert looks == MAX_TRIES
 
@@ -104,7 +104,7 @@ async def test_engine_that_wants_a_key_gets_the_operators(tmp_path: Path) -> Non
     file.write_text("s3cret\n")
     async with StandIn(api_key="s3cret").running() as vllm:
         async with looked_at(vllm) as (_, [engine]):
-            assert engine.state == "down"
+            assert engine.state == "joining"
         stated = {vllm.url: EngineStatement(api_key_file=file)}
         async with looked_at(vllm, stated=stated) as (_, [engine]):
             assert engine.state == "ready"
@@ -120,16 +120,16 @@ async def test_what_the_operator_states_wins() -> None:
     assert {now.sources[name] for name in ("kind", "block_size", "bidirectional")} == {"stated"}
 
 
-def test_view_has_what_is_known() -> None:
+async def test_what_is_stated_is_known_from_the_start() -> None:
     engine = Engine("http://p:1", "prefill", EngineStatement(kind="vllm", block_size=16))
-    assert engine.view().known == Capabilities(
+    assert engine.can == Capabilities(
         kind="vllm", block_size=16, return_token_ids=True, release=False, token_note=False, seal=False
     )
 
 
 async def test_prompts_are_not_sent_to_an_engine_that_tells_no_ids() -> None:
     async with StandIn().running() as vllm, BareStandIn().running() as bare:
-        async with looked_at(bare, vllm) as (pool, engines):
-            assert pool.one_ready("m", rather=[bare.url]) is engines[1]
-        async with looked_at(bare) as (pool, _):
-            assert pool.one_ready("m", rather=[]) is None
+        async with looked_at(bare, vllm) as (watch, engines):
+            assert watch.pool.one_ready("m", rather=[bare.url]) is engines[1]
+        async with looked_at(bare) as (watch, _):
+            assert watch.pool.one_ready("m", rather=[]) is None

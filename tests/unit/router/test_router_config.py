@@ -71,7 +71,7 @@ def test_what_is_stated_of_engines_is_by_their_address() -> None:
     ("engines", "words"),
     [
         ('{"http://x:1": {}}', "engines: http://x:1 is given neither as prefill nor as decode"),
-        ('{"d:1": {}}', "--engines: d:1.[key]: 'd:1' is not an engine's address"),
+        ('{"d:1": {}}', "--engines: d:1.[key]: 'd:1' is neither an engine's address"),
         ('{"http://d:1": {"block_size": 0}}', "--engines: http://d:1.block_size: must be greater than or equal to 1"),
         ('{"http://d:1": {"blocksize": 8}}', "--engines: http://d:1.blocksize: "),
         ('{"http://d:1": {"kind": "x"}}', "--engines: http://d:1.kind: must be 'backhaul' or 'vllm', not 'x'"),

@@ -1,0 +1,1 @@
+"""Where engines come from, if not from a fixed list: DNS and Kubernetes."""

@@ -1,0 +1,107 @@
+"""Who belongs to the pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.discovery.source import Found
+from router.pool import Pool
+
+A, B, C = (f"http://10.0.0.{number}:8000" for number in (1, 2, 3))
+
+
+def urls(pool: Pool) -> list[str]:
+    return [engine.url for engine in pool.decode]
+
+
+async def test_engines_join_and_leave_as_their_source_says() -> None:
+    pool = Pool(["decode"])
+    joined: list[str] = []
+    left: list[str] = []
+    pool.on_join.append(lambda engine: joined.append(engine.url))
+    pool.on_leave.append(lambda engine: left.append(engine.url))
+    pool.update("decode", "s", [Found(A), Found(B)])
+    first = pool.get("decode", A)
+    pool.update("decode", "s", [Found(A), Found(C)])
+    assert urls(pool) == [A, C]
+    assert pool.get("decode", A) is first
+    assert (joined, left) == ([A, B, C], [B])
+    pool.update("decode", "s", [])
+    assert (urls(pool), pool.has("decode"), pool.has("prefill")) == ([], True, False)
+
+
+async def test_another_incarnation_at_the_same_address_is_another_engine() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(A, "uid-1")])
+    old = pool.get("decode", A)
+    pool.dispatch(old)
+    pool.update("decode", "s", [Found(A, "uid-2")])
+    new = pool.get("decode", A)
+    assert new is not old
+    old.in_flight -= 1
+    assert (old.state, old.in_flight, new.in_flight) == ("gone", 0, 0)
+
+
+async def test_sources_do_not_take_each_others_engines() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "one", [Found(A)])
+    pool.update("decode", "other", [Found(A), Found(B)])
+    pool.update("decode", "other", [])
+    assert urls(pool) == [A]
+
+
+async def test_one_that_has_left_is_found_by_the_turns_it_serves() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(A)])
+    engine = pool.get("decode", A)
+    pool.dispatch(engine)
+    pool.update("decode", "s", [])
+    assert pool.get("decode", A) is engine
+    assert pool.models() == {}
+
+
+async def test_models_of_engines_that_have_left_are_remembered_within_bounds() -> None:
+    pool = Pool(["decode"])
+    for number in range(30):
+        pool.update("decode", "s", [Found(A)])
+        pool.get("decode", A).heard({f"m{number}-{n}": {"id": "x"} for n in range(100)})
+        pool.update("decode", "s", [])
+    assert "m29-99" in pool.remembered
+    assert len(pool.remembered) <= 1000
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+async def test_leaving_one_drains(leaving: bool) -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(A)])
+    engine = pool.get("decode", A)
+    engine.heard({"m": {"id": "m"}})
+    pool.update("decode", "s", [Found(A, leaving=leaving)])
+    assert engine.state == ("draining" if leaving else "ready")
+
+
+async def test_operator_drains_by_the_name_that_the_status_shows() -> None:
+    pool = Pool(["prefill", "decode"])
+    secret = "http://user:secret@10.0.0.9:8000"
+    pool.update("decode", "s", [Found(secret)])
+    pool.update("prefill", "s", [Found(secret)])
+    for engine in pool.engines:
+        engine.heard({"m": {"id": "m"}})
+    assert [one.role for one in pool.drain("http://10.0.0.9:8000", None, on=True)] == ["prefill", "decode"]
+    assert {one.state for one in pool.engines} == {"draining"}
+    assert [one.role for one in pool.drain(secret, "decode", on=False)] == ["decode"]
+    assert [one.state for one in pool.engines] == ["draining", "ready"]
+    assert pool.drain("http://nowhere:1", None, on=True) == []
+
+
+async def test_not_more_than_half_of_a_pool_are_ejected_for_failing_turns() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(url) for url in (A, B, C)])
+    for engine in pool.decode:
+        engine.heard({"m": {"id": "m"}})
+    for _ in range(50):
+        for engine in pool.decode:
+            pool.faulted(engine, "status")
+    states = [engine.state for engine in pool.decode]
+    assert states.count("ejected") == 1
+    assert all(engine.ready for engine in pool.decode if engine.state != "ejected")
