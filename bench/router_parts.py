@@ -118,13 +118,13 @@ async def running_parts(*, chunks: int, interval_us: int, profiles: Path | None 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-bench-")))
 
         async def start(name: str, command: Sequence[str], core: int | None, **env: str) -> Child:
-            return _kept(stack, await processes.start(name, command, log=folder / f"{name}.log", env=env), core)
+            return kept(stack, await processes.start(name, command, log=folder / f"{name}.log", env=env), core)
 
         store = await start_valkey(folder, folder / "store.log")
-        _kept(stack, store.child, others)
+        kept(stack, store.child, others)
         stub = [str(build("stub_engine")), "--chunks", str(chunks), "--interval-us", str(interval_us)]
         engines = [await start(role, stub, others) for role in ("prefill", "decode")]
-        ports = [int(await _written(engine, engine.log)) for engine in engines]
+        ports = [int(await written(engine, engine.log)) for engine in engines]
         pools = ["--prefill", f"http://127.0.0.1:{ports[0]}", "--decode", f"http://127.0.0.1:{ports[1]}"]
         commands: dict[SideName, list[str]] = {
             "backhaul": ["backhaul", "router", *pools, "--port", "0", "--drain-delay", "0", "--json-file"],
@@ -136,13 +136,13 @@ async def running_parts(*, chunks: int, interval_us: int, profiles: Path | None 
             ready = folder / f"{name}.json"
             profiled = [] if profiles is None else ["bench.profiled", str(profiles / name)]
             child = await start(name, [sys.executable, "-m", *profiled, *command, str(ready)], ours, **secrets)
-            sides[name] = Side(child, json.loads(await _written(child, ready))["url"])
+            sides[name] = Side(child, json.loads(await written(child, ready))["url"])
         parts = Parts(folder, ports[0], ports[1], sides, others)
         await parts.ready()
         yield parts
 
 
-def _kept(stack: AsyncExitStack, child: Child, core: int | None) -> Child:
+def kept(stack: AsyncExitStack, child: Child, core: int | None = None) -> Child:
     """Have the child stopped in the end, and stay on its core."""
     stack.push_async_callback(child.stop, STOP_SECONDS)
     _pin(child.pid, core)
@@ -155,7 +155,7 @@ def _pin(pid: int, core: int | None) -> None:
             os.sched_setaffinity(pid, {core})
 
 
-async def _written(child: Child, file: Path) -> str:
+async def written(child: Child, file: Path) -> str:
     """What a child has written here, as soon as it has."""
     deadline = time.monotonic() + START_SECONDS
     while not (text := _text(file)):

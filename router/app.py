@@ -27,6 +27,7 @@ from router.client import Client
 from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.discovery.follow import Discovery
+from router.discovery.kube import Cluster
 from router.headers import request_id
 from router.holdings import Holdings
 from router.member import Role
@@ -92,7 +93,7 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
     async with Client(config.connect_timeout) as client:
         pool = Pool([role for role in ROLES if config.entries(role)], stated=config.engines)
         watch = Watch(pool, client, interval=config.probe_interval, timeout=config.probe_timeout)
-        discovery = Discovery(pool, {role: config.entries(role) for role in ROLES})
+        discovery = Discovery(pool, {role: config.entries(role) for role in ROLES}, Cluster(config.service_account))
         prefill_gate, decode_gate = (_gate(config, pool, role) for role in ROLES)
         upstream = Upstream(
             client,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from router.discovery.kube import SERVICE_ACCOUNT
 from router.discovery.parse import check
 from router.redis_address import RedisAddress, password_file, redis_url
 from router.statement import EngineStatement
@@ -45,6 +46,9 @@ class RouterConfig(BaseModel):
     """What is stated of engines, by URL or by that of what names them, in place of having it found out: kind,
     block_size, bidirectional,
     streams_carry_params, tokenize, api_key_file."""
+    service_account: Path = SERVICE_ACCOUNT
+    """Folder of token, ca.crt and namespace for the Kubernetes API, whose address is that of KUBERNETES_SERVICE_HOST
+    and _PORT in the environment."""
     redis: Annotated[str, AfterValidator(redis_url)] = "redis://127.0.0.1:6379/0"
     """Redis or Valkey with the conversation records: redis://, rediss://, unix://, redis+sentinel:// or
     redis+cluster://. A cache: without it turns are answered, but not remembered."""

@@ -18,18 +18,16 @@ from router import headers, jsontext, lessons, memory
 from router.admission import Gate
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
-from router.capabilities import exchanges
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
-from router.faults import EngineFault, gone_for_now
-from router.member import Engine
-from router.plan import Facts, Plan, make_plan
+from router.faults import EngineFault
+from router.plan import Plan
 from router.relay import StreamRelay
-from router.release import is_ours
 from router.report import Report
 from router.request import Turn, read_turn
+from router.retry import excuse, retry
+from router.route import alone_params, fits, is_stale, plan_turn
 from router.upstream import Decoding
 
-MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
 UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it
 
 log = logging.getLogger("router.turn")
@@ -97,7 +95,7 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
             try:
                 if plan.prefill is None:
                     prefilled = None
-                elif prefilled is None or _stale(router, prefilled) or not _fits(router, prefilled, plan):
+                elif prefilled is None or is_stale(router, prefilled) or not fits(router, prefilled, plan):
                     prefilled = await prefill(router, turn, plan, plan.prefill)
                 return await decode(router, request, turn, plan, prefilled)
             except EngineFault as fault:
@@ -120,36 +118,6 @@ async def enter(router: Router, turn: Turn, gate: Gate) -> None:
     """Wait until there is room in a pool. `gate.leave` afterwards."""
     due = asyncio.get_running_loop().time() + router.config.queue_timeout
     await gate.enter(turn.priority, min(due, turn.deadline))
-
-
-def plan_turn(router: Router, turn: Turn) -> Plan:
-    config, pool, past = router.config, router.pool, turn.past
-    record = past.claimed.record if past.claimed else None
-    offer = past.claimed.offer if past.claimed else None
-    facts = Facts(
-        turn.model,
-        turn.alone,
-        last_prefill=turn.prefilled_by or (record.prefill if record else None),
-        last_decode=record.decode if record else None,
-        num_new=past.num_new,
-        why=past.why,
-        scale_out=turn.endpoint.name == "generate",
-        refuses=offer is not None and is_ours(offer),
-        owner=offer.remote_engine_id if offer else None,
-        prefix=turn.conversation.prefix() if record is None else None,
-    )
-    return make_plan(
-        facts,
-        pool.prefill,
-        pool.decode,
-        draw=pool.draw,
-        avoid=turn.avoid,
-        slack=config.affinity_slack,
-        has_prefill=pool.has("prefill"),
-        served=pool.remembered,
-        fallback=config.prefill_fallback == "decode",
-        break_even=router.break_even.tokens,
-    )
 
 
 async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled:
@@ -248,18 +216,6 @@ async def decode(
         memory.let_go(router, answer)
 
 
-def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
-    """What a decode engine is told that prefills for itself: the next turn may want its blocks."""
-    if turn.alone is not None or not router.pool.has("prefill") or not engine.is_ours(turn.model):
-        return None
-    past = turn.past
-    if plan.reason != "short_suffix" or past.claimed is None or past.claimed.offer is None:
-        return KVTransferParams.for_decode_alone()
-    # What it holds ends within a block, and that block it computes again.
-    slack = past.claimed.offer.remote_block_size or 0
-    return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
-
-
 async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) -> web.Response:
     body = await leg.whole(turn.deadline)
     turn.answered = True
@@ -315,45 +271,6 @@ async def pass_on(
     return response
 
 
-def excuse(turn: Turn, fault: EngineFault) -> None:
-    """A decode engine that was given blocks has failed, perhaps only at having them. Once in a turn that says nothing
-    against it: the prompt is prefilled again, for the same one."""
-    parked = fault.kind == "timeout" and fault.engine.looks_missed == 0  # it still answers others
-    if (
-        fault.engine.role == "decode"
-        and not turn.excused
-        and (parked or (fault.kind == "status" and fault.status == 500))
-    ):
-        turn.excused = fault.may_be_blocks = True
-
-
-def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
-    """Go on without the engine that failed, or raise the fault if it was the second of its role or nobody is left.
-
-    One that broke off is asked again if there is no other and it may never have seen the request.
-    """
-    if not router.budget.spend():
-        router.metrics.retries_refused.add(fault.engine.role)
-        raise fault
-    if fault.may_be_blocks:
-        # Likely it could not load the blocks it was given, which says nothing against the engine. They are gone now.
-        router.metrics.retries.add(fault.engine.role)
-        return
-    turn.faults[fault.engine.role] += 1
-    if turn.faults[fault.engine.role] == MAX_FAULTS:
-        raise fault
-    turn.avoid.add(fault.engine.url)
-    if not _can_go_on(router, turn):
-        if fault.kind != "disconnected":
-            raise fault
-        turn.avoid.discard(fault.engine.url)
-        if not fault.stale or not _can_go_on(router, turn):
-            raise gone_for_now(fault.engine) from fault
-    router.metrics.retries.add(fault.engine.role)
-    failed = {"role": fault.engine.role, "engine": fault.engine.name, "fault": fault.kind}
-    log.info("retry", extra={"request_id": turn.report.request_id, **failed})
-
-
 def aborted() -> APIError:
     return APIError(409, "The request was aborted, as asked.", type="ConflictError", code="aborted")
 
@@ -364,32 +281,11 @@ def give_back(router: Router, turn: Turn) -> None:
     turn.blocks = None
 
 
-def _can_go_on(router: Router, turn: Turn) -> bool:
-    try:
-        plan_turn(router, turn)
-    except APIError:
-        return False
-    return True
-
-
 def _prefill_deadline(router: Router, turn: Turn, offer: KVTransferParams | None) -> float:
     """An engine that waits for blocks which do not come may do so for minutes; without them it would have computed."""
     if offer is None:
         return turn.deadline
     return min(turn.deadline, asyncio.get_running_loop().time() + router.config.pull_timeout)
-
-
-def _fits(router: Router, prefilled: Prefilled, plan: Plan) -> bool:
-    """Whether the decode engine that is to have the blocks can use them; when they were made it was another."""
-    if prefilled.engine == plan.prefill:
-        return True
-    prefill, decode = router.pool.get("prefill", prefilled.engine), router.pool.get("decode", plan.decode)
-    return exchanges(prefill.known.now, decode.known.now)
-
-
-def _stale(router: Router, prefilled: Prefilled) -> bool:
-    age = asyncio.get_running_loop().time() - prefilled.answered_at
-    return age > router.config.dispatch_deadline
 
 
 def _answer_headers(turn: Turn, leg: Decoding) -> CIMultiDict[str]:

@@ -358,8 +358,10 @@ int main(int argc, char **argv) {
   if (num_chunks < 1 || num_chunks > 4096 || bytes_per_token < 1) return fprintf(stderr, "bad flags\n"), 2;
   make_texts();
   int listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
-  struct sockaddr_in address = loopback(0);
+  struct sockaddr_in address = loopback(atoi(flag(argc, argv, "--port", "0")));
   socklen_t size = sizeof address;
+  int on = 1;  // its last life may have left connections behind
+  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (bind(listener, (struct sockaddr *)&address, size) || listen(listener, 1024)) die("listen");
   if (getsockname(listener, (struct sockaddr *)&address, &size)) die("getsockname");
   port = ntohs(address.sin_port);

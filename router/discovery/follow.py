@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from router.discovery.kube import Cluster
 from router.discovery.parse import parse
 from router.discovery.source import Found, Source
 from router.member import Role
@@ -18,13 +19,13 @@ log = logging.getLogger("router.discovery")
 
 
 class Discovery:
-    def __init__(self, pool: Pool, entries: Mapping[Role, Sequence[str]]) -> None:
+    def __init__(self, pool: Pool, entries: Mapping[Role, Sequence[str]], cluster: Cluster) -> None:
         """`entries`: engines' URLs and those of sources. Raises ValueError for a source that cannot work here."""
         self._pool = pool
         self._sources: list[tuple[Role, Source]] = []
         self._tasks: list[asyncio.Task[None]] = []
         for role, texts in entries.items():
-            parsed = [parse(text) for text in texts]
+            parsed = [parse(text, cluster) for text in texts]
             self._sources += [(role, one) for one in parsed if not isinstance(one, str)]
             pool.update(role, SETTINGS, [Found(one) for one in parsed if isinstance(one, str)])
 

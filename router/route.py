@@ -1,0 +1,69 @@
+"""The plan of a turn: what it is made from, and whether what has been computed still serves it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from connectors.wire.transfer import KVTransferParams
+from router.api.legs import Prefilled
+from router.capabilities import exchanges
+from router.context import Router
+from router.member import Engine
+from router.plan import Facts, Plan, make_plan
+from router.release import is_ours
+from router.request import Turn
+
+
+def plan_turn(router: Router, turn: Turn) -> Plan:
+    config, pool, past = router.config, router.pool, turn.past
+    record = past.claimed.record if past.claimed else None
+    offer = past.claimed.offer if past.claimed else None
+    facts = Facts(
+        turn.model,
+        turn.alone,
+        last_prefill=turn.prefilled_by or (record.prefill if record else None),
+        last_decode=record.decode if record else None,
+        num_new=past.num_new,
+        why=past.why,
+        scale_out=turn.endpoint.name == "generate",
+        refuses=offer is not None and is_ours(offer),
+        owner=offer.remote_engine_id if offer else None,
+        prefix=turn.conversation.prefix() if record is None else None,
+    )
+    return make_plan(
+        facts,
+        pool.prefill,
+        pool.decode,
+        draw=pool.draw,
+        avoid=turn.avoid,
+        slack=config.affinity_slack,
+        has_prefill=pool.has("prefill"),
+        served=pool.remembered,
+        fallback=config.prefill_fallback == "decode",
+        break_even=router.break_even.tokens,
+    )
+
+
+def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
+    """What a decode engine is told that prefills for itself: the next turn may want its blocks."""
+    if turn.alone is not None or not router.pool.has("prefill") or not engine.is_ours(turn.model):
+        return None
+    past = turn.past
+    if plan.reason != "short_suffix" or past.claimed is None or past.claimed.offer is None:
+        return KVTransferParams.for_decode_alone()
+    # What it holds ends within a block, and that block it computes again.
+    slack = past.claimed.offer.remote_block_size or 0
+    return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
+
+
+def fits(router: Router, prefilled: Prefilled, plan: Plan) -> bool:
+    """Whether the decode engine that is to have the blocks can use them; when they were made it was another."""
+    if prefilled.engine == plan.prefill:
+        return True
+    prefill, decode = router.pool.get("prefill", prefilled.engine), router.pool.get("decode", plan.decode)
+    return exchanges(prefill.known.now, decode.known.now)
+
+
+def is_stale(router: Router, prefilled: Prefilled) -> bool:
+    age = asyncio.get_running_loop().time() - prefilled.answered_at
+    return age > router.config.dispatch_deadline
