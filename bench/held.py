@@ -28,7 +28,7 @@ ROUNDS: Final = 3
 
 def body(number: int, *, stream: bool) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Hello number {number}. " + "word " * 200}]
-    return {"model": "m", "messages": messages, "stream": stream, "conversation_id": f"c{number}"}
+    return {"model": "stub", "messages": messages, "stream": stream, "conversation_id": f"c{number}"}
 
 
 async def turns(session: aiohttp.ClientSession, url: str, numbers: range) -> None:

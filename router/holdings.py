@@ -125,6 +125,8 @@ class Holdings:
         self.taken(key)
         if url not in self._engines:
             return  # of another router, with other engines
+        if self._most(self._engines[url]) is None:
+            return  # nothing to keep to, so nothing to remember
         cache = self._cache(url, offer.remote_engine_id or "")
         num_blocks = sum(map(len, offer.remote_block_ids or ()))
         cache.put(key, _Held(stamp, num_blocks, deadline))

@@ -213,11 +213,17 @@ async def test_share_goes_by_setting_kind_and_what_the_engine_has(
 
 
 async def test_memory_is_bounded(pool: Pool) -> None:
-    parts = Parts(pool, share=1.0, limit=10)
+    parts = Parts(pool, share=0.9, limit=10)
     for number in range(30):
         parts.save(str(number), 1)
     assert parts.holdings.num_held == 10
     assert parts.gauge() == 10
+
+
+async def test_nothing_is_remembered_of_engines_without_a_limit(pool: Pool) -> None:
+    parts = Parts(pool, share=1.0)
+    parts.save("c", 30)
+    assert (parts.holdings.num_held, parts.gauge()) == (0, 0)
 
 
 async def test_many_are_taken_in_batches(parts: Parts) -> None:
