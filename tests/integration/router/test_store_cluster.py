@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,9 @@ import pytest
 from redis.crc import key_slot
 
 from router.metrics import Metrics
-from router.store import Store
+from router.redis_cluster import MAX_HOPS
+from router.store import Saved, Store
+from tests.redis_stub import serving
 from tests.store_parts import count, eventually, names, offer, record, store_at
 from tests.valkey_groups import ClusterGroup, Node, cluster_group, tell
 
@@ -115,3 +118,50 @@ async def test_lost_node_is_a_miss_in_time_and_the_others_go_on(group: ClusterGr
                 assert (await tell(group.replica.server, "ROLE"))[0] == b"master"
         assert not (await store.save(group.key(alone), record(3), offer())).kept
     assert store.num_pending == 0
+
+
+async def test_nodes_that_send_on_for_ever_are_a_miss_and_not_asked_for_ever(metrics: Metrics) -> None:
+    """Both send to the other, and neither has a map. (The host that is left out is that of who says so.)"""
+    ports: list[str] = []
+    num_commands = num_maps = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_commands, num_maps
+        own = writer.get_extra_info("sockname")[1]
+        while data := await reader.read(1 << 16):
+            for word in re.findall(rb"EVALSHA|SLOTS", data):
+                num_maps += word == b"SLOTS"
+                num_commands += word == b"EVALSHA"
+                other = next(port for port in ports if port != str(own))
+                writer.write(b"-ERR no\r\n" if word == b"SLOTS" else f"-MOVED 1 :{other}\r\n".encode())
+
+    async with serving(serve) as one, serving(serve) as two:
+        ports += [url.removesuffix("/0").rpartition(":")[2] for url in (one, two)]
+        async with store_at(f"redis+cluster://127.0.0.1:{ports[0]}", metrics=metrics) as store:
+            for _ in range(20):
+                assert await store.claim("k") is None
+    assert count(metrics, "claim", "refused") == 20
+    assert num_commands == 20 * (1 + MAX_HOPS)
+    assert 1 <= num_maps <= 10
+
+
+async def test_cancelled_save_is_sent_on_and_its_caller_told(group: ClusterGroup) -> None:
+    """Nobody waits for it, but an offer is in it."""
+    left: list[Saved] = []
+    async with store_at(group.url) as store:
+        first, second = group.key(group.masters[0]), group.key(group.masters[1])
+        save = asyncio.create_task(store.save(first, record(), offer(), left.append))
+        await asyncio.sleep(0)
+        save.cancel()
+        await asyncio.wait([save])
+        assert save.cancelled()
+
+        async def told() -> bool:
+            return bool(left)
+
+        await eventually(told)
+        assert left[0].kept
+        found = await store.claim(first)
+        assert found is not None
+        assert found.offer == offer()
+        await works(store, second)
