@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from connectors.peer import PeerClient, PeerError, PeerUnreachable
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 1024
 """Exchanges waiting at most; more are answered as unreachable at once."""
@@ -53,6 +56,9 @@ class Lane:
                 result: T | PeerError = exchange(self._client, deadline)
             except PeerError as error:
                 result = error
+            except Exception as error:  # or nobody would be answered here any more, and this one never
+                logger.exception("an exchange with a peer failed")
+                result = PeerError(f"{type(error).__name__}: {error}")
             answer(result)
 
         with self._changed:

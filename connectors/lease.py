@@ -129,6 +129,11 @@ class Leases:
         return len(self._leases)
 
     @property
+    def num_held(self) -> int:
+        """Leases that cannot be revoked: their reader is on its way, or at work."""
+        return len(self._leases) - len(self._idle)
+
+    @property
     def num_idle(self) -> int:
         """Leases that can be revoked."""
         return len(self._idle)

@@ -65,12 +65,14 @@ class NixlTransport:
         memory: Memory = "DRAM",
         device_id: int = 0,
         claims_open: Callable[[], bool] = lambda: False,
+        on_failure: Callable[[str], None] = lambda reason: None,
         transfer_timeout: float = 20.0,
         handshake_timeout: float = 5.0,
     ) -> None:
         """Offer `num_blocks` blocks of `block_bytes` at `base_address`, which must stay there until `close` returns.
 
-        `emit` and `claims_open` are called on the transfer thread. `claims_open` says whether a peer may be reading
+        `emit`, `claims_open` and `on_failure` are called on the transfer thread, the last when it breaks down: every
+        pull then fails, and no reader is heard any more. `claims_open` says whether a peer may be reading
         here: then its reads and notifications are attended to every millisecond; `wake` has it asked at once. Timeouts
         in seconds.
 
@@ -78,6 +80,7 @@ class NixlTransport:
         """
         self._emit = emit
         self._claims_open = claims_open
+        self._on_failure = on_failure
         self._transfer_timeout = transfer_timeout
         self._handshake_timeout = handshake_timeout
         self._num_blocks = num_blocks
@@ -200,9 +203,10 @@ class NixlTransport:
             self._ready.set()
         try:
             self._serve(agent, puller)
-        except Exception:
+        except Exception as error:
             logger.exception("transfer thread failed; pulls fail from now on")
             self.failed = True
+            self._on_failure(f"KV can no longer be exchanged: {type(error).__name__}: {error}")
         finally:
             self._end(agent, puller)
 
@@ -260,7 +264,11 @@ class NixlTransport:
             self._ended = True
         while self._run_one_action():
             pass
-        agent.close()
+        try:
+            agent.close()
+        except Exception:  # a broken agent may still write to the blocks of its reads: none of them is given back
+            logger.exception("NIXL did not let go of the KV memory")
+            return
         puller.fail_all()
 
     def _run_one_action(self) -> bool:
@@ -268,5 +276,5 @@ class NixlTransport:
             action = self._actions.get_nowait()
         except Empty:
             return False
-        action()
+        self._act(action)
         return True

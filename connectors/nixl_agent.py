@@ -204,6 +204,9 @@ def _load() -> tuple[Any, type[Exception]]:
     # Without these NIXL and UCX print their own lines about every dead peer; ours say who it was.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    # Over TCP, UCX's own keep-alive now and then aborts the process whose reader was killed in the middle of a read.
+    # The kernel's finds dead hosts too, and stays on.
+    os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "inf")
     try:
         nixl = importlib.import_module("nixl_cu12._api")
     except ModuleNotFoundError as error:

@@ -383,6 +383,7 @@ class Puller:
         except PeerLost as error:
             self._lost(job, error)
         except AgentError as error:
+            self._unclaim(job, job.claim)
             self._peer_failed(job.peer, "transfer", str(error), time.monotonic())
             self._fail(job, "transfer", str(error))
         else:
@@ -436,6 +437,8 @@ class Puller:
             self._emit(PullStalled(job.pull.request_id, detail))
 
     def _lost(self, job: _Job, error: PeerLost) -> None:
+        assert job.claim is not None, "read without a claim"
+        self._unclaim(job, job.claim)  # the owner may live, though the connection does not
         if job.peer.link is job.link:
             self._unlink(job.peer)
             self._peer_failed(job.peer, "disconnected", str(error), time.monotonic())

@@ -100,6 +100,10 @@ class Reader:
         """Of the prompt tokens that were on offer, those that did not come from there, by reason: as above, and
         failed."""
 
+    @property
+    def num_stalled_blocks(self) -> int:
+        return sum(map(len, tuple(self.stalled.values())))
+
     # In the order of a request's life.
 
     def add(self, request: TransferRequest, remote: RemoteBlocks, source: Source) -> None:

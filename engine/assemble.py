@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -47,8 +48,11 @@ class Engine:
     serving: Serving
 
 
-def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
-    """Load the model and build everything around it; `port` is the one bound.
+def assemble(
+    config: EngineConfig, server: HTTPServer, port: int, on_failure: Callable[[str], None] = lambda reason: None
+) -> Engine:
+    """Load the model and build everything around it; `port` is the one bound. `on_failure` is told, on another thread,
+    if KV can no longer be exchanged.
 
     Raises ModelError or StartError.
     """
@@ -77,7 +81,7 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
     inbox: SimpleQueue[Inbox] = SimpleQueue()
     name = config.served_model_name or model.name
     metrics = EngineMetrics(name, kv_transfer=config.kv_transfer_enabled)
-    kv = _kv_side(config, cache, layout.fingerprint(model.fingerprint), metrics, inbox, port)
+    kv = _kv_side(config, cache, layout.fingerprint(model.fingerprint), metrics, inbox, port, on_failure)
     connector: Connector = NullConnector() if kv is None else kv.connector
     scheduler = _scheduler(config, sizes, connector)
     metrics.watch(engine_readings(scheduler, model.tokenizer, None if kv is None else kv.connector))
@@ -112,7 +116,7 @@ def assemble(config: EngineConfig, server: HTTPServer, port: int) -> Engine:
             "seconds": round(time.monotonic() - started, 1),
         },
     )
-    return Engine(EngineCore(scheduler, runner, connector, inbox, client.emit), serving)
+    return Engine(EngineCore(scheduler, runner, connector, inbox, client.emit, on_failure=client.fail), serving)
 
 
 def _chat_format(config: EngineConfig, tokenizer: Tokenizer, max_model_len: int) -> ChatFormat:
@@ -136,6 +140,7 @@ def _kv_side(
     metrics: EngineMetrics,
     inbox: SimpleQueue[Inbox],
     port: int,
+    on_failure: Callable[[str], None],
 ) -> KVSide | None:
     if not config.kv_transfer_enabled:
         return None
@@ -168,6 +173,7 @@ def _kv_side(
             memory="VRAM" if cache.device.type == "cuda" else "DRAM",
             device_id=cache.device.index or 0,
             claims_open=lambda: leases.num_claimed > 0,
+            on_failure=on_failure,
             transfer_timeout=settings.transfer_timeout,
             handshake_timeout=settings.handshake_timeout,
         )

@@ -13,10 +13,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from connectors.transport import LeaseReleased
-from connectors.wire.openai import APIError, unavailable
+from connectors.wire.openai import unavailable
 from connectors.wire.transfer import KVTransferParams
 from engine.messages import Inbox, Output, Stop, Submit
 from engine.request import Request
+
+LEAVING = "this engine is shutting down, send the request to another"
 
 
 class Observer(Protocol):
@@ -40,7 +42,10 @@ class EngineClient:
         self._open: dict[str, tuple[Request, Outputs]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._failure: str | None = None
+        self._refusal: str | None = None
+        """Why nothing is taken any more."""
+        self.failed = False
+        """The engine's loop has ended for good, without having been told to."""
 
     @property
     def num_open(self) -> int:
@@ -55,10 +60,7 @@ class EngineClient:
 
         Raises APIError 503 if there is no room for them.
         """
-        if self._failure is not None:
-            raise APIError(500, self._failure, type="InternalServerError")
-        if len(self._open) + len(requests) + len(later) > self.capacity:
-            raise unavailable(f"the queue is full: {len(self._open)} requests wait or run; try again later")
+        self.check_room(len(requests) + len(later))
         outputs = Outputs(self, [*requests, *later], names)
         for request in (*requests, *later):
             self._open[request.request_id] = (request, outputs)
@@ -68,6 +70,17 @@ class EngineClient:
             self._inbox.put(Submit(request))
         self._idle.clear()
         return outputs
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises APIError 503 if `submit` would for so many requests: asked early, it saves the work on a prompt."""
+        if self._refusal is not None:
+            raise unavailable(self._refusal, retry_after=5)
+        if len(self._open) + count > self.capacity:
+            raise unavailable(f"the queue is full: {len(self._open)} requests wait or run; try again later")
+
+    def close(self) -> None:
+        """Take nothing more: the engine's loop is about to be ended."""
+        self._refusal = LEAVING
 
     def start(self, request: Request) -> None:
         """Hand over a request for which `submit` kept room."""
@@ -102,7 +115,9 @@ class EngineClient:
         self._cross_over(lambda: self._deliver(outputs))
 
     def fail(self, message: str) -> None:
-        """The engine's loop ended for good: open requests and later ones end with this error. From any thread."""
+        """The engine's loop ended for good: open requests end with this error, later ones are refused. From any
+        thread."""
+        self.failed = True
         self._cross_over(lambda: self._fail(message))
 
     def _cross_over(self, action: Callable[[], None]) -> None:
@@ -124,7 +139,7 @@ class EngineClient:
             mailbox.put(output)
 
     def _fail(self, message: str) -> None:
-        self._failure = message
+        self._refusal = message
         self._deliver([Output(request_id, [], "error", error=message) for request_id in self._open])
 
     def _abort(self, request_id: str) -> None:

@@ -74,7 +74,7 @@ class EngineConfig(_Settings):
     max_num_batched_tokens: Positive = 512
     """Token budget of one step: long prompts are prefilled in chunks of this size, between decode tokens."""
     max_num_queued_reqs: Positive = 1024
-    """Requests waiting at most; more are answered 503."""
+    """Requests waiting at most; more are answered 503 with Retry-After."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is served first: fcfs, whoever came first; priority, whoever has the lower `priority` in its request."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20
@@ -106,8 +106,9 @@ class EngineConfig(_Settings):
     enable_scale_out: bool = True
     """Serve tokens for tokens, render, derender and abort: what a deployment that keeps templates away from the engines
     needs. Off: these routes answer 403."""
-    drain_timeout: Seconds = 30.0
-    """Seconds running requests get to end after SIGTERM."""
+    drain_timeout: Seconds = 60.0
+    """Seconds after SIGTERM in which running requests may end, and blocks held for other engines be read, before the
+    process ends; on a prefill engine, longer than kv_lease_duration. Whoever sends SIGKILL should wait longer still."""
     json_file: Path | None = None
     """Write {"url", "role", "pid", "model"} here once requests can be served."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_IDLE_SECONDS = 60.0
 """An idle engine looks up this often even if nothing is due."""
+FAILED = "the engine failed and is restarting; try again"
 
 
 class EngineFailed(Exception):
@@ -56,14 +57,17 @@ class EngineCore:
         inbox: SimpleQueue[Inbox],
         emit: Callable[[list[Output]], None],
         stats: Callable[[StepStats], None] = lambda stats: None,
+        on_failure: Callable[[str], None] = lambda message: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_failure` is told first of all when the loop cannot go on: nothing more should be sent to it."""
         self.scheduler = scheduler
         self.runner = runner
         self.connector = connector
         self.inbox = inbox
         self._emit = emit
         self._stats = stats
+        self._on_failure = on_failure
         self._clock = clock
         self._shutdown = False
         self._last_step_failed = False
@@ -79,6 +83,7 @@ class EngineCore:
         except Exception as error:
             logger.critical("the engine cannot go on and exits: %s: %s", type(error).__name__, error)
             logger.debug("what led to it", exc_info=error)
+            self._on_failure(FAILED)
             self._fail_all()
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         finally:
@@ -156,5 +161,4 @@ class EngineCore:
 
     def _fail_all(self) -> None:
         """The last output of every open request. Takes nothing of the scheduler for granted but who is open."""
-        text = "the engine failed and is restarting; try again"
-        self._emit([Output(request_id, [], "error", error=text) for request_id in self.scheduler.requests])
+        self._emit([Output(request_id, [], "error", error=FAILED) for request_id in self.scheduler.requests])

@@ -86,6 +86,11 @@ def _lease_readings(kv: KVConnector) -> Iterator[Reading]:
 
 def _pull_readings(scheduler: Scheduler, kv: KVConnector) -> Iterator[Reading]:
     reader = kv.reader
+    stalled = (
+        "backhaul_engine_blocks_stalled",
+        "KV blocks that a peer which hangs may still write to, out of use till then.",
+    )
+    yield Reading("gauge", *stalled, lambda: reader.num_stalled_blocks)
     for stage in FETCH_STAGES:
         yield Reading(
             "gauge",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -14,11 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from engine.address import advertised_host, is_loopback
-from engine.api.context import Serving, Worker
+from engine.api.context import Worker
 from engine.app import make_app
 from engine.config import EngineConfig
+from engine.drain import drain_when_told
 from engine.errors import StartError
-from engine.messages import Shutdown
 from engine.model.errors import ModelError
 from engine.server import HTTPServer, bind
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from engine.assemble import Engine
 
 logger = logging.getLogger(__name__)
-
-LEASE_POLL = 0.05
-"""Seconds between two looks at whether all leases have ended, while draining."""
 
 
 def run_engine(config: EngineConfig) -> int:
@@ -57,8 +53,9 @@ def run_engine(config: EngineConfig) -> int:
         # Only now: torch takes seconds to import, which a taken port should not cost, and health checks are answered.
         from engine.assemble import assemble
 
-        engine = assemble(config, server, port)
-        signals.first = lambda: server.spawn(_drain(worker, engine.serving))
+        engine = assemble(config, server, port, on_failure=lambda reason: server.call(lambda: worker.fail(reason)))
+        server.spawn(drain_when_told(worker, engine.serving))
+        signals.first = lambda: server.call(worker.leaving.set)
         worker.serving = engine.serving
         if config.json_file is not None:
             _write_facts(config.json_file, config, engine.serving.model_name, port)
@@ -77,12 +74,13 @@ def _serve(engine: Engine, worker: Worker, server: HTTPServer) -> int:
     try:
         engine.core.run()
     except EngineFailed as error:
-        worker.failed = True
-        engine.serving.client.fail("the engine failed and is restarting; try again")
         print(f"backhaul engine: {error}", file=sys.stderr)
         return 1
     finally:
         server.stop()
+    if worker.failure is not None:
+        print(f"backhaul engine: {worker.failure}", file=sys.stderr)
+        return 1
     logger.info("engine stopped")
     return 0
 
@@ -105,20 +103,6 @@ class _Signals:
             os._exit(128 + number)
         self._received = True
         self.first()
-
-
-async def _drain(worker: Worker, serving: Serving) -> None:
-    """Take nothing new, let what runs end and what is held be read, then end the engine's loop."""
-    worker.draining = True
-    logger.info("draining", extra={"requests": serving.client.num_open})
-    try:
-        async with asyncio.timeout(worker.config.drain_timeout):
-            await serving.client.wait_idle()
-            while serving.kv is not None and len(serving.kv.leases):  # noqa: ASYNC110 (they end on other threads)
-                await asyncio.sleep(LEASE_POLL)
-    except TimeoutError:
-        logger.warning("drain timeout: open requests are aborted", extra={"requests": serving.client.num_open})
-    serving.inbox.put(Shutdown())
 
 
 def _clear(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from connectors.wire.openai import APIError
 from router import jsontext
+from router.capabilities import OURS
 from router.client import Response
 from router.member import Engine
 
@@ -34,8 +35,10 @@ class EngineFault(APIError):
 
     @property
     def unsent(self) -> bool:
-        """The engine never saw the request; what was meant for it can be given to another."""
-        return self.kind == "unreachable"
+        """The engine never took the request on; what was meant for it can be given to another. So it is with one of
+        ours that is full; one that shuts down may have begun."""
+        is_full = self.kind == "status" and self.status == 503 and self.engine.can.kind == OURS
+        return self.kind == "unreachable" or (is_full and LEAVING not in self.message)
 
 
 def gone_for_now(engine: Engine) -> EngineFault:

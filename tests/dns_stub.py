@@ -40,9 +40,7 @@ class DNSStub:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[DNSStub]:
-        udp, datagrams = await asyncio.get_running_loop().create_datagram_endpoint(lambda: _Datagrams(self), ("127.0.0.1", 0))
-        self.port = udp.get_extra_info("sockname")[1]
-        tcp = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        udp, datagrams, tcp = await self._listen()
         try:
             yield self
         finally:
@@ -54,6 +52,18 @@ class DNSStub:
                 await asyncio.wait(self._tasks)
             await tcp.wait_closed()
             await datagrams.closed.wait()
+
+    async def _listen(self) -> tuple[asyncio.DatagramTransport, _Datagrams, asyncio.Server]:
+        """On one port of both kinds; one that is free for UDP may be taken for TCP."""
+        loop = asyncio.get_running_loop()
+        while True:
+            udp, datagrams = await loop.create_datagram_endpoint(lambda: _Datagrams(self), ("127.0.0.1", 0))
+            self.port = udp.get_extra_info("sockname")[1]
+            try:
+                return udp, datagrams, await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+            except OSError:
+                udp.close()
+                await datagrams.closed.wait()
 
     async def has_been_asked(self, times: int, name: str = "", transport: str = "") -> None:
         def count() -> int:

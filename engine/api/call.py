@@ -17,7 +17,7 @@ from aiohttp import web
 
 from connectors.transport import Peer
 from connectors.wire.note import LEG_HEADER
-from connectors.wire.openai import bad_request
+from connectors.wire.openai import APIError, bad_request
 from connectors.wire.transfer import KVTransferParams, WireError
 from engine.api.context import WORKER, Serving
 from engine.api.offload import LARGE_BODY, offload
@@ -101,6 +101,7 @@ async def read_call(request: web.Request) -> Call:
     check_extra_args(body)
     adopt_request_id(request, body)
     worker.require_accepting()
+    serving.client.check_room()
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_request("model: a string expected", param="model")
@@ -183,9 +184,16 @@ def _is_request_id(value: str) -> bool:
 
 @web.middleware
 async def settle_debt(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Release the remote blocks of a request that the engine never took over."""
+    """Release the remote blocks of a request that the engine never took over.
+
+    Not if it is only this engine that cannot take it, now: a router offers them to another, or gives them back itself.
+    """
     try:
         return await handler(request)
+    except APIError as error:
+        if error.status == 503 and LEG_HEADER in request.headers:
+            request[_DEBT] = None
+        raise
     finally:
         serving = request.app[WORKER].serving
         owner = _owner(request.get(_DEBT))

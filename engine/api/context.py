@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from connectors.wire.openai import APIError, bad_request, model_not_found, unava
 from connectors.wire.seal import SealKeys
 from engine.api.bodies.base import check_ids
 from engine.api.offload import offload
-from engine.client import EngineClient
+from engine.client import LEAVING, EngineClient
 from engine.config import EngineConfig
 from engine.formats.base import ChatFormat
 from engine.grammars import Grammars
@@ -118,8 +119,10 @@ class Worker:
     serving: Serving | None = None
     """None while the model loads."""
     draining: bool = False
-    failed: bool = False
-    """The engine's loop died; the process is about to end."""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, on the server's loop, once the process is to drain and end."""
+    failure: str | None = None
+    """Why it ends without having been told to."""
 
     def require_serving(self) -> Serving:
         """Raises APIError 503 while the model loads."""
@@ -129,12 +132,17 @@ class Worker:
 
     def require_accepting(self) -> Serving:
         """Raises APIError 503 unless new requests are taken."""
-        if self.draining or self.failed:
-            raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
+        if self.draining:
+            raise unavailable(LEAVING, retry_after=5)
         serving = self.require_serving()
-        if serving.kv is not None and serving.kv.transport.failed:
-            raise unavailable("this engine can no longer exchange KV and must be restarted", retry_after=5)
+        if serving.client.failed or (serving.kv is not None and serving.kv.transport.failed):
+            raise unavailable(f"{LEAVING}: it has failed and must be restarted", retry_after=5)
         return serving
+
+    def fail(self, reason: str) -> None:
+        """Something broke that cannot be put right, though the engine's loop goes on. On the server's loop."""
+        self.failure = self.failure or reason
+        self.leaving.set()
 
 
 WORKER = web.AppKey("worker", Worker)

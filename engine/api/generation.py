@@ -20,6 +20,7 @@ from connectors.wire.transfer import PREFIX_CACHE_MISS, ECTransferParams, KVTran
 from engine.api.bodies.generation import StreamBody
 from engine.api.call import Call
 from engine.api.offload import offload
+from engine.client import LEAVING
 from engine.logprobs import TokenLogprobs
 from engine.messages import Output
 from engine.output import Delta, OutputText
@@ -267,7 +268,7 @@ class Generation:
             choice.finish_reason = "error"
             raise _failure(output)
         if output.finish_reason == "abort" and not asked_to_abort:
-            raise unavailable("this engine is shutting down, send the request to another", retry_after=5)
+            raise unavailable(LEAVING, retry_after=5)
         hide_last = output.finish_reason == "stop" and not choice.request.sampling.include_stop_str_in_output
         delta = choice.output.push(output.token_ids, last=output.finished, hide_last=hide_last)
         delta = replace(delta, logprobs=output.logprobs[: len(delta.token_ids)])

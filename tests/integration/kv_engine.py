@@ -301,6 +301,8 @@ class ClaimGate:
         self._owner = owner
         self.closing = True
         self._claimed = False
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._server = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(owner.peer.engine_id, "127.0.0.1", self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -309,8 +311,16 @@ class ClaimGate:
         return self
 
     def __exit__(self, *args: object) -> None:
+        """Nothing of it is left: tests count descriptors and threads."""
         self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+        for connection in self._connections:
+            connection.close()
 
     def _accept(self) -> None:
         while True:
@@ -318,23 +328,32 @@ class ClaimGate:
                 reader = self._server.accept()[0]
             except OSError:
                 return
-            owner = socket.create_connection((self._owner.peer.host, self._owner.peer.port))
-            threading.Thread(target=self._requests, args=(reader, owner), daemon=True).start()
-            threading.Thread(target=self._answers, args=(owner, reader), daemon=True).start()
+            self._connections.append(reader)
+            try:
+                owner = socket.create_connection((self._owner.peer.host, self._owner.peer.port))
+            except OSError:  # it was killed
+                reader.shutdown(socket.SHUT_RDWR)
+                continue
+            self._connections.append(owner)
+            for target, pair in ((self._requests, (reader, owner)), (self._answers, (owner, reader))):
+                self._threads.append(threading.Thread(target=target, args=pair, daemon=True))
+                self._threads[-1].start()
 
     def _requests(self, reader: socket.socket, owner: socket.socket) -> None:
-        for data in _pieces(reader):
-            self._claimed = self._claimed or b"POST /kv/claim" in data
-            owner.sendall(data)
-        owner.close()
+        with contextlib.suppress(OSError):
+            for data in _pieces(reader):
+                self._claimed = self._claimed or b"POST /kv/claim" in data
+                owner.sendall(data)
+            owner.shutdown(socket.SHUT_RDWR)
 
     def _answers(self, owner: socket.socket, reader: socket.socket) -> None:
-        for data in _pieces(owner):
-            if self._claimed and self.closing:
-                self._owner.stop()
-            self._claimed = False
-            reader.sendall(data)
-        reader.close()
+        with contextlib.suppress(OSError):
+            for data in _pieces(owner):
+                if self._claimed and self.closing:
+                    self._owner.stop()
+                self._claimed = False
+                reader.sendall(data)
+            reader.shutdown(socket.SHUT_RDWR)
 
 
 def _pieces(connection: socket.socket) -> Iterator[bytes]:

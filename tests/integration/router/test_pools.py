@@ -170,6 +170,16 @@ async def test_second_prefill_goes_where_the_prompt_is_known(redis_url: str) -> 
         assert sorted(len(one.seen) for one in p) == [0, 2]
 
 
+async def test_blocks_that_a_full_engine_has_not_taken_go_to_the_next(redis_url: str) -> None:
+    async with fleet(redis_url, prefill=1) as (front, [p], [full, other]):
+        full.scripts.append(refuse(503, "too many requests wait"))
+        answer = await front.post(CHAT, headers=EXPLAIN)
+        assert (answer.status, answer.explain["attempts"], answer.explain["decode"]) == (200, 2, other.url)
+        assert len(p.seen) == 1
+        assert other.bodies[0]["kv_transfer_params"]["remote_request_id"] == "prefill-1"
+        assert p.released == []
+
+
 async def test_first_turns_with_one_system_prompt_share_engines(redis_url: str) -> None:
     async with fleet(redis_url, prefill=3, decode=3) as (front, _, __):
         chosen: dict[str, set[tuple[str, str]]] = {}

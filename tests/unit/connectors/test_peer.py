@@ -336,6 +336,26 @@ def test_lane_fails_what_queues_behind_a_hanging_exchange_together_with_it() -> 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("peer-")]
 
 
+def test_an_exchange_that_breaks_in_an_unforeseen_way_is_answered_and_no_other_waits_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def breaks(client: PeerClient, deadline: float) -> AgentInfo:
+        raise MemoryError("an answer too long")
+
+    answers: SimpleQueue[object] = SimpleQueue()
+    with server(lambda connection: connection.sendall(http(INFO))) as (client, _):
+        lane = Lane(client._host, client._port)
+        lane.call(breaks, 5.0, answers.put)
+        lane.call(lambda client, deadline: client.agent(deadline), 5.0, answers.put)
+        broken, good = answers.get(timeout=5), answers.get(timeout=5)
+        assert isinstance(broken, PeerError)
+        assert "MemoryError" in str(broken)
+        assert isinstance(good, AgentInfo)
+        lane.close()
+        lane.join(5)
+    assert "MemoryError" in caplog.text
+
+
 def test_an_idle_lane_ends_its_thread_and_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "IDLE_SECONDS", 0.01)
     answers: SimpleQueue[object] = SimpleQueue()

@@ -332,6 +332,7 @@ def test_a_refused_read_fails_the_pull(bench: Bench, error: Exception, reason: s
     bench.pull()
     bench.until(lambda: bool(bench.events))
     assert bench.events[0].reason == reason
+    bench.until(lambda: bench.released == [UNCLAIM])
     bench.pull("next")
     assert bench.events[1].reason == reason
     assert "next try in 1 s" in bench.events[1].detail

@@ -60,7 +60,17 @@ class Loop:
             pool=BlockPool(64),
             connector=self.connector,
         )
-        self.core = EngineCore(self.scheduler, self, self.connector, self.inbox, self._emit, self.stats.append)
+        self.told_of_failure: list[tuple[int, int]] = []
+        """When it was: so many outputs had come, and so often was the connector closed."""
+        self.core = EngineCore(
+            self.scheduler,
+            self,
+            self.connector,
+            self.inbox,
+            self._emit,
+            self.stats.append,
+            on_failure=lambda message: self.told_of_failure.append((self.outputs.qsize(), self.connector.closed)),
+        )
         self.thread = threading.Thread(target=self._target, daemon=True)
 
     def __enter__(self) -> Loop:
@@ -214,7 +224,16 @@ def test_a_failed_step_that_blames_nobody_ends_them_all() -> None:
         assert loop.finals(1)[later.request_id].finish_reason == "length"
 
 
-@pytest.mark.parametrize("first", [RunnerError("bad", []), ValueError("bug")], ids=["repeated", "unexpected"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        RunnerError("bad", []),
+        ValueError("bug"),
+        MemoryError("no room"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["repeated", "unexpected", "no memory", "no memory for a tensor"],
+)
 def test_the_loop_ends_rather_than_serve_wrong_answers(first: Exception, caplog: pytest.LogCaptureFixture) -> None:
     def fail(number: int, batch: Batch) -> None:
         raise first
@@ -234,6 +253,7 @@ def test_the_loop_ends_rather_than_serve_wrong_answers(first: Exception, caplog:
         f"the engine cannot go on and exits: {type(first).__name__}: {first}"
     ]
     assert loop.connector.closed == 1
+    assert loop.told_of_failure == [(0, 0)], "before clients hear of it, and before the transport takes its time"
 
 
 def test_two_failures_apart_do_not_end_the_loop() -> None:
@@ -258,6 +278,7 @@ def test_shutdown_aborts_what_runs_and_what_is_behind_it_in_the_queue() -> None:
     loop.join()
     assert {finals[request.request_id].finish_reason for request in requests} == {"abort"}
     assert (loop.connector.closed, loop.scheduler.pool.num_used) == (1, 0)
+    assert loop.told_of_failure == []
 
 
 def test_transfer_events_reach_the_connector() -> None:

@@ -344,6 +344,7 @@ def test_a_stalled_load_lets_the_request_go_but_not_the_blocks(policy: str, abor
         assert d.answer(request) == expected_output(prompt_of(18), max_tokens=2)
         assert (request.num_cached_tokens, request.num_external_tokens) == (8, 0)
     assert [d.pool.blocks[block].ref_count for block in blocks] == [1, 1, 1]
+    assert d.connector.reader.num_stalled_blocks == 3
     other = d.submit(prompt_of(30, 1), max_tokens=2)
     d.run()
     network.advance(20)

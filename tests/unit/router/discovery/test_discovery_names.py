@@ -137,7 +137,7 @@ async def test_the_ttl_is_the_shortest_of_all_answers(stub: DNSStub) -> None:
 
 async def test_services_records_tell_ports_and_names_with_addresses(stub: DNSStub) -> None:
     stub.records = {
-        (SERVICE, "SRV"): ["0 50 8001 a.test.", "10 0 8002 b.test.", "0 0 8003 gone.test.", "0 0 0 ."],
+        (SERVICE, "SRV"): ["0 50 8001 a.test.", "10 0 8002 b.test.", "0 0 8003 gone.test.", "0 0 0 .", "0 0 0 a.test."],
         ("a.test.", "A"): ["10.0.0.1"],
         ("b.test.", "A"): ["10.0.0.2"],
         ("b.test.", "AAAA"): ["fd00::2"],
