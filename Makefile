@@ -16,6 +16,11 @@ SOAK_SECONDS ?= 600
 # How many requests `make fuzz` makes up, and which.
 FUZZ_CASES ?= 20000
 FUZZ_SEED ?= 1
+# How long `make chaos` goes on, and where its report goes.
+CHAOS_MINUTES ?= 30
+CHAOS_REPORT ?= build/chaos.md
+# Flags for `make chaos`, such as CHAOS_FLAGS="--seed 7".
+CHAOS_FLAGS ?=
 # Flags for `make soak`, such as SOAK_FLAGS="--seed 7", or "--replay FILE" with the history that a failure printed.
 SOAK_FLAGS ?=
 
@@ -23,7 +28,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install model clients run test soak fuzz interop interop-record check format bench clean
+.PHONY: help install model clients chart lock run test soak chaos chaos-rolling fuzz interop interop-record check format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,12 +47,22 @@ $(INSTALLED): pyproject.toml
 model: install ## Fetch the small default model (93 MB, once)
 	@$(BIN)/python -m backhaul.models
 
-clients: tests/clients/node_modules/.installed ## Install what tests need of npm, where there is npm
+NPM_PARTS := tests/clients tests/deploy/crds
 
-tests/clients/node_modules/.installed: tests/clients/package-lock.json
+clients: $(NPM_PARTS:%=%/node_modules/.installed) ## Install what tests need of npm, where there is npm
+
+%/node_modules/.installed: %/package-lock.json
 	@if command -v npm >/dev/null; then \
-	  cd tests/clients && npm ci --no-audit --no-fund --loglevel=error && touch node_modules/.installed; \
-	else echo "no npm here: tests of the openai npm client and of Harmony will be skipped"; fi
+	  cd $* && npm ci --no-audit --no-fund --loglevel=error && touch node_modules/.installed; \
+	else echo "no npm here: tests that need $* will be skipped"; fi
+
+chart: install ## Write what is made of the Helm chart (schema, README, Kustomize base), and lint it
+	@$(BIN)/python -m deploy.generate
+	$(BIN)/pytest -q tests/deploy/test_renders.py tests/deploy/test_generated.py
+
+lock: install ## Write the exact versions and hashes that images are made of
+	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet 'uv>=0.13,<0.14'; }
+	$(BIN)/python -m deploy.lock build/uv/bin/uv
 
 run: install model ## Start everything with the small model, until Ctrl-C
 	@$(BIN)/backhaul up $(UP_FLAGS)
@@ -57,6 +72,12 @@ test: install model clients ## Run all tests
 
 soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): every answer must be a cold engine's
 	@$(BIN)/python -m tests.property.soak --seconds $(SOAK_SECONDS) $(SOAK_FLAGS)
+
+chaos: install ## Break parts of a deployment under load at random for CHAOS_MINUTES (30), and report what it cost
+	@$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) --report $(CHAOS_REPORT) $(CHAOS_FLAGS)
+
+chaos-rolling: install ## Restart every engine and router under load behind haproxy: no request may fail
+	@$(BIN)/python -m tests.chaos.rolling
 
 fuzz: install ## Send FUZZ_CASES (20000) broken requests to engines and router: nothing may break (other FUZZ_SEEDs, others)
 	FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/fuzz

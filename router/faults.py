@@ -28,8 +28,6 @@ class EngineFault(APIError):
         super().__init__(status, message, **fields)
         self.engine = engine
         self.kind = kind
-        self.stale = False
-        """Broken off, unanswered, on a connection from before: it may have been closed as we sent."""
         self.may_be_blocks = False
         """It may have failed only at having the blocks that it was given."""
 

@@ -31,7 +31,8 @@ def excuse(turn: Turn, fault: EngineFault) -> None:
 def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
     """Go on without the engine that failed, or raise the fault if it was the second of its role or nobody is left.
 
-    One that broke off is asked again if there is no other and it may never have seen the request.
+    One that broke off is asked again if there is no other: only the connection may have been cut. If it has crashed it
+    cannot be reached now.
     """
     if not router.budget.spend():
         router.metrics.retries_refused.add(fault.engine.role)
@@ -48,7 +49,7 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
         if fault.kind != "disconnected":
             raise fault
         turn.avoid.discard(fault.engine.url)
-        if not fault.stale or not _can_go_on(router, turn):
+        if not _can_go_on(router, turn):
             raise gone_for_now(fault.engine) from fault
     router.metrics.retries.add(fault.engine.role)
     failed = {"role": fault.engine.role, "engine": fault.engine.name, "fault": fault.kind}

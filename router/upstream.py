@@ -363,9 +363,7 @@ class Upstream:
             return self.fault(engine, "unreachable", 503, "cannot be reached")
         if isinstance(error, TimeoutError):
             return self.fault(engine, "timeout", 504, "did not answer in time")
-        broken = self.fault(engine, "disconnected", 502, "broke off the connection")
-        broken.stale = isinstance(error, Disconnected) and error.stale
-        return broken
+        return self.fault(engine, "disconnected", 502, "broke off the connection")
 
     def fault(self, engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:
         return self._counted(faults.fault(engine, kind, status, what))

@@ -11,8 +11,15 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny import make_tiny
 
-TOGETHER = ("tests/e2e/", "tests/fuzz/", "tests/interop/", "tests/property/")
-"""Folders whose files share what they start, which is much."""
+TOGETHER = (
+    "tests/chaos/test_rolling",
+    "tests/chaos/test_short",
+    "tests/e2e/",
+    "tests/fuzz/",
+    "tests/interop/",
+    "tests/property/",
+)
+"""Files that share what they start, which is much."""
 
 
 class Together(LoadFileScheduling):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 from connectors.wire import sse
-from tests.router_harness import Front
 
 FINISH_REASONS = {"completed": "stop", "incomplete": "length"}
 """By the status of a response."""
@@ -20,6 +19,16 @@ USAGE = {
     "prompt_tokens_details": "input_tokens_details",
 }
 """What a response counts, by the names that the other endpoints have for it."""
+
+
+class Door(Protocol):
+    """Where requests go."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def client(self) -> aiohttp.ClientSession: ...
 
 
 @dataclass
@@ -33,6 +42,7 @@ class Reply:
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     error: Any = None
+    num_events: int = 0
     ended: bool = False
     """The answer is whole."""
     leaked: bool = False
@@ -84,18 +94,26 @@ class Reply:
 
 
 async def ask(
-    front: Front, path: str, body: dict[str, Any], headers: dict[str, str], *, leave: float | None = None
+    front: Door,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    *,
+    leave: float | None = None,
+    pace: float = 0.0,
+    reply: Reply | None = None,
 ) -> Reply:
-    """Send it and read the answer; with `leave`, only so many of its events, or milliseconds long."""
+    """Send it and read the answer; with `leave`, only so many of its events, or milliseconds long; with `pace`, that
+    many seconds between two reads. A given `reply` has what came of the answer even when the rest fails."""
     streamed = bool(body.get("stream"))
-    reply = Reply(0, {})
+    reply = reply or Reply(0, {})
     try:
         async with asyncio.timeout(None if leave is None or streamed else leave / 1000):
             async with front.client.post(front.url + path, json=body, headers=headers) as answer:
                 reply.status = answer.status
                 reply.headers = {name.lower(): value for name, value in answer.headers.items()}
                 if answer.content_type == "text/event-stream":
-                    await _read_events(answer, reply, leave if streamed else None)
+                    await _read_events(answer, reply, leave if streamed else None, pace)
                 else:
                     reply.take(json.loads(await answer.read()))
                     reply.ended = True
@@ -105,15 +123,17 @@ async def ask(
     return reply
 
 
-async def _read_events(answer: aiohttp.ClientResponse, reply: Reply, leave: float | None) -> None:
-    parser, num_events = sse.SSEParser(), 0
+async def _read_events(answer: aiohttp.ClientResponse, reply: Reply, leave: float | None, pace: float) -> None:
+    parser = sse.SSEParser()
     async for chunk in answer.content.iter_any():
         for event in parser.feed(chunk):
             if event.data == sse.DONE:
                 reply.ended = True
             elif event.data is not None:
                 reply.take(json.loads(event.data))
-            num_events += 1
-            if leave is not None and num_events >= leave:
+            reply.num_events += 1
+            if leave is not None and reply.num_events >= leave:
                 answer.close()
                 return
+        if pace:
+            await asyncio.sleep(pace)

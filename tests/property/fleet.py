@@ -15,6 +15,7 @@ from tests.property.script import Topology
 from tests.router_harness import Front, router_over
 from tests.valkey import valkey
 
+LAUNCHER = Path(__file__).with_name("launcher.py")
 MAX_MODEL_LEN = 400
 PATIENT: dict[str, Any] = {"connect_timeout": 20.0, "probe_timeout": 20.0}
 """The machine that runs the tests may be busy: an engine that is slow is not down."""
@@ -38,7 +39,6 @@ class Shape:
     lease: float = 1.0
 
     def command(self, model: Path) -> list[str]:
-        launcher = str(Path(__file__).with_name("launcher.py"))
         extra = {
             "bidirectional_kv_xfer": True,
             "kv_recompute_threshold": self.threshold,
@@ -48,7 +48,7 @@ class Shape:
         }
         config = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
         return [
-            *(sys.executable, launcher, str(self.clock_offset), str(self.lag), "engine"),
+            *(sys.executable, str(LAUNCHER), str(self.clock_offset), str(self.lag), "engine"),
             *("--model", str(model), "--role", self.role),
             *("--served-model-name", "tiny", "--threads", "1", "--log-level", "warning", "--dtype", "float32"),
             *("--max-model-len", str(MAX_MODEL_LEN), "--num-gpu-blocks-override", str(self.num_blocks)),

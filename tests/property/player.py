@@ -82,7 +82,7 @@ class Player:
     async def _ask(self, history: History, turn: Turn, dialog: Dialog, answers: list[list[int]]) -> Reply | None:
         """One request, checked; its answer if it has one."""
         canonical = dialog.prompt_ids(turn)
-        body, headers = _request(history, turn, dialog)
+        body, headers = request_of(history, turn, dialog)
         front = self.routers.fronts[history.topology][turn.router]
         self.tally["turns"] += 1
         with self.ledger.visit() as visit:
@@ -101,22 +101,8 @@ class Player:
         return reply
 
     def _check(self, visit: Visit, turn: Turn, reply: Reply, canonical: list[int], where: str) -> None:
-        reference, prompt, answer = self.reference, reply.prompt_ids, reply.token_ids
-        assert reply.ended, "the stream ends without [DONE]"
-        assert not reply.leaked, "transfer params reach the client"
-        kind = reference.prompt_kind(prompt, canonical)
+        kind = check_answer(self.reference, turn, reply, canonical)
         self.tally[f"prompt {kind}"] += 1
-        reference.check_tokens(prompt, answer)
-        reference.check_end(
-            answer,
-            text=reply.text,
-            finish_reason=reply.finish_reason,
-            max_tokens=turn.max_tokens,
-            stop=turn.stop,
-            ignore_eos=turn.ignore_eos,
-        )
-        counted = reply.usage.get("prompt_tokens"), reply.usage.get("completion_tokens")
-        assert counted == (len(prompt), len(answer)), f"usage says {counted}: {len(prompt)} and {len(answer)} tokens"
         self.tally[f"answer {reply.finish_reason}"] += 1
         self._check_reuse(visit, turn, reply, where)
 
@@ -160,7 +146,28 @@ class Player:
             self.ledger.note(visit, [*prompt, *self.reference.greedy(prompt, turn.max_tokens)], *_scopes(turn))
 
 
-def _request(history: History, turn: Turn, dialog: Dialog) -> tuple[dict[str, Any], dict[str, str]]:
+def check_answer(reference: Reference, turn: Turn, reply: Reply, canonical: list[int]) -> str:
+    """Raise AssertionError unless it is the whole answer that a cold engine gives, told as it must be. Returns the kind
+    of prompt that it is to."""
+    prompt, answer = reply.prompt_ids, reply.token_ids
+    assert reply.ended, "the stream ends without [DONE]"
+    assert not reply.leaked, "transfer params reach the client"
+    kind = reference.prompt_kind(prompt, canonical)
+    reference.check_tokens(prompt, answer)
+    reference.check_end(
+        answer,
+        text=reply.text,
+        finish_reason=reply.finish_reason,
+        max_tokens=turn.max_tokens,
+        stop=turn.stop,
+        ignore_eos=turn.ignore_eos,
+    )
+    counted = reply.usage.get("prompt_tokens"), reply.usage.get("completion_tokens")
+    assert counted == (len(prompt), len(answer)), f"usage says {counted}: {len(prompt)} and {len(answer)} tokens"
+    return kind
+
+
+def request_of(history: History, turn: Turn, dialog: Dialog) -> tuple[dict[str, Any], dict[str, str]]:
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": turn.max_tokens}
     if turn.stop:
         sampling["stop"] = list(turn.stop)

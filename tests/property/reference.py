@@ -87,6 +87,20 @@ class Reference:
             ids.append(int(self._logits([*ids, 0], len(ids))[0].argmax()))
         return ids[len(prompt) :]
 
+    def check_beginning(self, prompt: Sequence[int], text: str, max_tokens: int) -> None:
+        """The text must be how a cold engine's answer begins, of which the tokens are not known."""
+        open_ends: list[list[int]] = [[]]
+        while open_ends:
+            answer = open_ends.pop()
+            said = self.tokenizer.decode(answer, skip_special_tokens=True)
+            if said.startswith(text):
+                return
+            if len(answer) < max_tokens and text.startswith(said.rstrip("\ufffd")):  # half a character, as yet
+                logits = self._logits([*prompt, *answer, 0], len(prompt) + len(answer))[0]
+                likeliest = (logits > logits.max() - TIE).nonzero().flatten().tolist()
+                open_ends += [[*answer, token] for token in likeliest]
+        raise Mismatch(f"a cold engine's answer to a prompt of {len(prompt)} tokens does not begin with {text!r}")
+
     def prompt_kind(self, used: Sequence[int], canonical: Sequence[int]) -> str:
         """`canonical`; or `spliced`: other tokens for the same text, special ones in the same places."""
         if list(used) == list(canonical):

@@ -253,7 +253,7 @@ async def test_tokens_of_every_endpoint_are_counted(front: Front, endpoint: Endp
 
 @every_endpoint
 @pytest.mark.parametrize("begun", [False, True], ids=["nothing came", "an answer had begun"])
-async def test_connection_closed_as_we_sent_is_made_anew_once_if_no_answer_had_begun(
+async def test_answer_that_breaks_off_is_asked_for_once_more(
     front: Front, d: StubEngine, endpoint: Endpoint, begun: bool
 ) -> None:
     async def breaks_off(request: web.Request, body: Json) -> web.StreamResponse:
@@ -268,10 +268,7 @@ async def test_connection_closed_as_we_sent_is_made_anew_once_if_no_answer_had_b
     assert (await front.post(endpoint.plain, path=endpoint.path)).status == 200  # a connection to use again
     d.scripts.append(breaks_off)
     answer = await front.post(endpoint.plain, path=endpoint.path)
-    if begun:
-        assert (answer.status, answer.headers["Retry-After"], len(d.seen)) == (503, "1", 2)
-    else:
-        assert (answer.status, len(d.seen)) == (200, 3)
+    assert (answer.status, len(d.seen)) == (200, 3), "nothing of it has reached the client"
     d.scripts.extend([breaks_off] * 3)
     answer = await front.post(endpoint.plain, path=endpoint.path)
     assert answer.status in (502, 503)
