@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO
+from contextlib import nullcontext
+from typing import Final, Literal, TextIO
+
+GATHER_SECONDS: Final = 0.05
+MOST_GATHERED: Final = 256
+"""Lines."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def setup(level: str = "info", format: Literal["console", "json"] = "console", *, stream: TextIO | None = None) -> None:
     """Send every log record from `level` up to `stream` (stderr), and nothing anywhere else."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = GatheringHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else ConsoleFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -22,6 +28,44 @@ def setup(level: str = "info", format: Literal["console", "json"] = "console", *
     logging._srcfile = None  # as the Logging HOWTO has it: no look for the caller
     # One line per request is the program's own to write; this one would come on top of it.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+class GatheringHandler(logging.StreamHandler[TextIO]):
+    """Writes what an event loop's thread logs within a moment in one go: a write is a call to the system, which costs a
+    busy server more than the line does. Warnings and what is worse are written at once, with what is before them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._gathered: list[str] = []
+        self._flushed_by: asyncio.AbstractEventLoop | None = None
+        """The loop that is about to."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._gathered.append(self.format(record) + self.terminator)
+            if record.levelno >= logging.WARNING or len(self._gathered) >= MOST_GATHERED:
+                self.flush()
+            else:
+                self._flush_soon()
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        with self.lock or nullcontext():
+            gathered, self._gathered, self._flushed_by = self._gathered, [], None
+            if gathered:
+                self.stream.write("".join(gathered))
+            super().flush()
+
+    def _flush_soon(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # there is none in this thread
+            return self.flush()
+        if loop is not self._flushed_by:
+            self._flushed_by = loop
+            loop.call_later(GATHER_SECONDS, self.flush)
+        return None
 
 
 class ConsoleFormatter(logging.Formatter):

@@ -54,6 +54,8 @@ class VLLM:
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", environment.DTYPE, "--max-model-len", "4096", "--block-size", str(BLOCK_SIZE)),
             *("--enforce-eager", "--disable-uvicorn-access-log"),
+            # The worker in the engine's own process: on few cores, what one tells the other may take a minute to arrive.
+            *("--distributed-executor-backend", "uni"),
         ]
         if not self.kv:
             return [*command, "--no-enable-prefix-caching"]
@@ -78,6 +80,7 @@ class VLLM:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the CPU's platform has none but "mp"
             "OMP_NUM_THREADS": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),

@@ -34,6 +34,7 @@ def python() -> Path:
     if not _works(found):
         _make(folder)
         assert _works(found), f"vLLM does not work in {folder}: remove that folder and try again"
+    _let_nixl_rest(folder)
     return found
 
 
@@ -64,6 +65,17 @@ def _name_it_vllm(folder: Path) -> None:
     lines = metadata.read_text().splitlines()
     names = {"Name:": "Name: vllm", "Version:": f"Version: {VLLM}+cpu"}
     metadata.write_text("\n".join(names.get(line.split(" ")[0], line) for line in lines) + "\n")
+
+
+def _let_nixl_rest(folder: Path) -> None:
+    """NIXL's agents as vLLM makes them poll in a thread of their own, without a pause: two engines on two cores then
+    leave none for anything else. Transfers make progress without, whenever an engine looks at them."""
+    (settings,) = folder.glob("lib/python*/site-packages/nixl_cu12/_api.py")
+    text = settings.read_text()
+    restful = text.replace("enable_prog_thread: bool = True,", "enable_prog_thread: bool = False,")
+    assert "enable_prog_thread: bool = False," in restful
+    if restful != text:
+        settings.write_text(restful)
 
 
 def model() -> Path:
