@@ -67,7 +67,7 @@ class StubEngine:
     site: web.TCPSite | None = None
 
     @asynccontextmanager
-    async def running(self, port: int = 0) -> AsyncIterator[StubEngine]:
+    async def running(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[StubEngine]:
         self.awake.set()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
@@ -80,9 +80,9 @@ class StubEngine:
         app.on_response_prepare.append(self._let_go)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        self.site = web.TCPSite(runner, "127.0.0.1", port)
+        self.site = web.TCPSite(runner, host, port)
         await self.site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

@@ -54,7 +54,7 @@ class VLLM:
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", environment.DTYPE, "--max-model-len", "4096", "--block-size", str(BLOCK_SIZE)),
             *("--enforce-eager", "--disable-uvicorn-access-log"),
-            # The worker in the engine's own process: on few cores, what one tells the other may take a minute to arrive.
+            # The worker in the engine's own process: with few cores, news between the two may take a minute.
             *("--distributed-executor-backend", "uni"),
         ]
         if not self.kv:
