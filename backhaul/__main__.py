@@ -75,7 +75,7 @@ def _router(argv: Sequence[str]) -> int:
     from backhaul import log
     from router.run import run_router
 
-    log.setup(config.log_level, config.log_format)
+    log.setup(config.log_level, config.log_format, gather=True)
     return run_router(config)
 
 

@@ -17,9 +17,16 @@ MOST_GATHERED: Final = 256
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def setup(level: str = "info", format: Literal["console", "json"] = "console", *, stream: TextIO | None = None) -> None:
-    """Send every log record from `level` up to `stream` (stderr), and nothing anywhere else."""
-    handler = GatheringHandler(stream or sys.stderr)
+def setup(
+    level: str = "info",
+    format: Literal["console", "json"] = "console",
+    *,
+    stream: TextIO | None = None,
+    gather: bool = False,
+) -> None:
+    """Send every log record from `level` up to `stream` (stderr), and nothing anywhere else; with `gather` what is
+    logged within a moment in one go."""
+    handler = (GatheringHandler if gather else logging.StreamHandler)(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else ConsoleFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -81,6 +88,8 @@ class ConsoleFormatter(logging.Formatter):
             self._second, self._time = second, time.strftime("%H:%M:%S", time.localtime(second))
         text = f"{self._time}.{int(record.msecs):03d} {record.levelname:<7} {record.name}  {record.getMessage()}"
         line = " ".join([text, *[f"{key}={value}" for key, value in _extras(record)]])
+        if not line.isprintable():  # what others say in it moves no cursor, and begins no line
+            line = "".join(one if one.isprintable() else repr(one)[1:-1] for one in line)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -51,12 +51,13 @@ class Gate:
         assert self.per_engine is not None
         return max(1, self.per_engine * sum(engine.ready for engine in self._engines()))
 
-    async def enter(self, priority: int, due: float) -> None:
-        """Wait for room until `due` (event loop time); `leave` when done. Of those that wait the lowest priority goes
-        first, then who came first. Raises APIError: 503 if too many wait, or it took too long."""
+    async def enter(self, priority: int, due: float) -> bool:
+        """Wait for room until `due` (event loop time), and whether that was necessary; `leave` when done. Of those that
+        wait the lowest priority goes first, then who came first. Raises APIError: 503 if too many wait, or it took too
+        long."""
         if self.per_engine is None or (not self.num_waiting and self.num_inside < self.room):
             self.num_inside += 1
-            return
+            return False
         if self.num_waiting >= self._most_waiting:
             raise self._full("too many requests wait for it")
         loop = asyncio.get_running_loop()
@@ -78,6 +79,7 @@ class Gate:
             raise
         finally:
             self.num_waiting -= 1
+        return True
 
     def leave(self) -> None:
         self.num_inside -= 1

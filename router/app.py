@@ -91,7 +91,7 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
     )
     break_even, background = BreakEven(config.decode_only_tokens), Background()
     async with Client(config.connect_timeout) as client:
-        pool = Pool([role for role in ROLES if config.entries(role)], stated=config.engines)
+        pool = Pool([role for role in ROLES if config.entries(role)], stated=config.engines, limits=config.limits)
         watch = Watch(pool, client, interval=config.probe_interval, timeout=config.probe_timeout)
         discovery = Discovery(pool, {role: config.entries(role) for role in ROLES}, Cluster(config.service_account))
         prefill_gate, decode_gate = (_gate(config, pool, role) for role in ROLES)
@@ -141,8 +141,7 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
 
 
 def _gate(config: RouterConfig, pool: Pool, role: Role) -> Gate:
-    limit = config.prefill_limit if role == "prefill" else config.decode_limit
-    gate = Gate(role, lambda: pool.of(role), per_engine=limit, most_waiting=config.max_waiting)
+    gate = Gate(role, lambda: pool.of(role), per_engine=config.limits[role], most_waiting=config.max_waiting)
     pool.on_change.append(gate.let_in)
     return gate
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import ssl
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +20,11 @@ from multidict import CIMultiDictProxy
 from yarl import URL
 
 from router.client_coding import Decoder, decoder_for
-from router.client_protocol import ConnectFailed, Connection, ConnectTimeout, Disconnected, TooLarge
+from router.client_protocol import ConnectFailed, Connection, ConnectTimeout, Disconnected, Exhausted, TooLarge
 
 _JSON: Final = "application/json"
+_OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors that say nothing of the server."""
 KEEP_ALIVE_SECONDS: Final = 3.0
 """vLLM's server closes idle connections after 5 s; one it is just closing must not be taken for the next request."""
 
@@ -214,20 +217,32 @@ class Client:
                 # A GET may be sent twice; a connection just made is never stale, so that this ends.
 
     async def send(
-        self, method: str, url: str, lines: str, body: bytes | None = None, due: float | None = None
+        self,
+        method: str,
+        url: str,
+        lines: str,
+        body: bytes | None = None,
+        due: float | None = None,
+        *,
+        among: set[Response] | None = None,
     ) -> Response:
-        """Send a request with these headers, as `header_lines` writes them; nothing of the answer is waited for."""
+        """Send a request with these headers, as `header_lines` writes them; nothing of the answer is waited for.
+        `among`: where the response goes before anything is sent, for who may want to give it up."""
         target = _target(url)
         head = _head(method, target, lines, body)
         connection = self._kept(target.origin) or await self._connect(target.origin)
         self._busy.add(connection)
+        response = Response(self, target.origin, connection)
+        if among is not None:
+            among.add(response)
         try:
             await connection.send(head, body or b"", due)
         except BaseException:
-            self._busy.discard(connection)
-            connection.close()
+            if among is not None:
+                among.discard(response)
+            response.close()
             raise
-        return Response(self, target.origin, connection)
+        return response
 
     def put_back(self, origin: Origin, connection: Connection) -> None:
         """For responses: this one is done with its connection."""
@@ -298,6 +313,8 @@ class Client:
         except TimeoutError:
             raise ConnectTimeout(f"no connection within {self._connect_timeout} s") from None
         except (OSError, ValueError) as error:  # of names, sockets and TLS
+            if isinstance(error, OSError) and error.errno in _OURS:
+                raise Exhausted(error.strerror or str(error)) from error
             raise ConnectFailed(str(error)) from error
         return connection
 

@@ -3,6 +3,7 @@
 ClientError             an exchange that did not come to its end
 +-- ConnectFailed       there is no connection: nobody listens, no such name, no TLS
 |   +-- ConnectTimeout  nor was it refused
++-- Exhausted           this machine has no descriptor, port or memory for one more connection
 +-- Disconnected        the peer closed before the end of the answer
 +-- ProtocolError       what came is no answer
 +-- TooLarge            the answer has more bytes than the caller wants
@@ -35,6 +36,10 @@ class ConnectFailed(ClientError):
 
 
 class ConnectTimeout(ConnectFailed):
+    pass
+
+
+class Exhausted(ClientError):
     pass
 
 

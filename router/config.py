@@ -11,14 +11,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 from router.discovery.kube import SERVICE_ACCOUNT
 from router.discovery.parse import check
 from router.redis_address import RedisAddress, password_file, redis_url
-from router.statement import EngineStatement
+from router.statement import EngineStatement, without_user
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
 def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
-    if twice := {url for url in urls if urls.count(url) > 1}:
+    names = [without_user(url) for url in urls]  # by which engines are told from each other
+    if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{sorted(twice)[0]} is given twice")
     return urls
 
@@ -154,3 +155,7 @@ class RouterConfig(BaseModel):
 
     def entries(self, role: Literal["prefill", "decode"]) -> tuple[str, ...]:
         return self.prefill if role == "prefill" else self.decode
+
+    @property
+    def limits(self) -> Mapping[Literal["prefill", "decode"], int | None]:
+        return {"prefill": self.prefill_limit, "decode": self.decode_limit}

@@ -22,7 +22,7 @@ class EngineGauges:
         in_flight = _family("in_flight", "Requests in flight to an engine.")
         load = _family("load", "Requests an engine is working on, others' included, and what a full cache counts as.")
         state = _family("state", "1 for the state an engine is in.", "state")
-        for engine in self._pool.engines:
+        for engine in {(one.role, one.name): one for one in self._pool.engines}.values():
             labels = (engine.role, engine.name)
             ready.add_metric(labels, float(engine.ready))
             in_flight.add_metric(labels, engine.in_flight)

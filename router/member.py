@@ -18,13 +18,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from router.capabilities import OURS, Capabilities
 from router.client import Response, origin_of
 from router.known import Known
 from router.load import Load
-from router.statement import EngineStatement
+from router.statement import EngineStatement, without_user
 
 Role = Literal["prefill", "decode"]
 Health = Literal["joining", "ready", "suspect", "ejected", "probing"]
@@ -38,6 +37,8 @@ LOOKS_UNTIL_TRUSTED: Final = 2  # of a probing engine that no turn has come to
 EJECTED_SECONDS: Final = 2.0
 """For which an engine is left alone that failed turns, and twice as long each time it does so again."""
 MAX_EJECTED_SECONDS: Final = 30.0
+SUSPECT_SECONDS: Final = 5.0
+"""After which what it did to turns is forgotten, if its looks are good and no turn has come to it."""
 MAX_BUSY_SECONDS: Final = 5.0
 """For which an engine is spared that says it has too much to do; it may ask for less."""
 
@@ -73,6 +74,10 @@ class Engine:
         self.models: Mapping[str, Mapping[str, Any]] = {}
         """Model cards by name, as last listed."""
         self.in_flight = 0
+        self.expected = 0
+        """Requests that are meant for it, and not sent yet."""
+        self.limit: int | None = None
+        """Requests at a time, if there is another to get what is beyond."""
         self.dispatched = 0
         self.last = 0
         """When it last got a request, in requests of the whole pool."""
@@ -88,6 +93,7 @@ class Engine:
         self.busy_until = 0.0
         self.ejected_until = 0.0
         self._num_faults = 0
+        self._faulted_at = 0.0
         self._num_ejections = 0
         self._looks_answered = 0
         self._told: State = "joining"
@@ -110,12 +116,13 @@ class Engine:
         if self.drained_by or self.is_gone:
             return False
         health = self.health
-        return health == "ready" or health == "suspect" or (health == "probing" and self.in_flight == 0)
+        return health == "ready" or health == "suspect" or (health == "probing" and self.in_flight + self.expected == 0)
 
     @property
     def spared(self) -> bool:
         """Whether it is given one only if no other can be."""
-        return self.health == "suspect" or self.busy_until > self._time()
+        is_full = self.limit is not None and self.in_flight + self.expected >= self.limit
+        return is_full or self.health == "suspect" or self.busy_until > self._time()
 
     @property
     def readable(self) -> bool:
@@ -125,7 +132,7 @@ class Engine:
     @property
     def load(self) -> float:
         """Requests it works on, ours and as far as it tells others', and what a full cache is worth."""
-        return self.in_flight + self.reported.beside
+        return self.in_flight + self.expected + self.reported.beside
 
     @property
     def can(self) -> Capabilities:
@@ -150,10 +157,12 @@ class Engine:
         """It has listed its models."""
         self.models = models
         self.looks_missed = 0
+        if self._faulted_at < self._time() - SUSPECT_SECONDS:
+            self._num_faults = 0
         self.drained_by.discard("itself")
-        why = "lists " + (", ".join(models) or "no model")
-        if self.health in ("joining", "suspect"):
-            self.turn_to("ready", why)
+        why = "lists " + (", ".join(name if name.isprintable() else repr(name) for name in models) or "no model")
+        if self.health == "joining" or (self.health == "suspect" and self._num_faults <= 1):
+            self.turn_to("ready", why)  # what turns have found only turns can prove wrong
         elif self.health == "ejected":
             if not self.ejected_until:
                 self.turn_to("ready", why)
@@ -207,6 +216,7 @@ class Engine:
     def faulted(self, why: str, *, may_eject: bool) -> None:
         """A turn failed at it. `may_eject`: others would be left."""
         self._num_faults += 1
+        self._faulted_at = self._time()
         if self.health == "probing" or (self._num_faults >= FAULTS_UNTIL_EJECTED and may_eject):
             self.eject(why)
         elif self.health == "ready" and self._num_faults > 1:
@@ -236,9 +246,3 @@ class Engine:
             log.log(level, "engine", extra={"engine": self.name, "role": self.role, "state": state, "why": why})
             self._told = state
             self._on_change()
-
-
-def without_user(url: str) -> str:
-    """An URL without the name and password that it may carry."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from router.client import Origin
 from router.discovery.source import Found
@@ -26,6 +27,17 @@ log = logging.getLogger("router.pool")
 Member = Callable[[Engine], None]
 
 
+class Fault(Protocol):
+    """What an engine has done to a turn."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def status(self) -> int: ...
+
+
 class _Place(NamedTuple):
     role: Role
     url: str
@@ -37,11 +49,23 @@ class Pool:
     One that has left is still found for a while: turns may be under way to it, and end as they would have.
     """
 
-    def __init__(self, roles: Iterable[Role], *, stated: Mapping[str, EngineStatement] = MappingProxyType({})) -> None:
-        """`roles` that have a pool at all, be it empty now. `stated`: by URL, or by where engines come from."""
+    def __init__(
+        self,
+        roles: Iterable[Role],
+        *,
+        stated: Mapping[str, EngineStatement] = MappingProxyType({}),
+        limits: Mapping[Role, int | None] = MappingProxyType({}),
+    ) -> None:
+        """`roles` that have a pool at all, be it empty now. `stated`: by URL, or by where engines come from. `limits`:
+        requests that an engine gets at a time, if another can be given what is beyond."""
+        self._limits = limits
         self._roles = frozenset(roles)
         self._stated = stated
         self._members: dict[_Place, Engine] = {}
+        self._named: dict[tuple[Role, str], Mapping[str, Found]] = {}
+        """By whom, as last told."""
+        self._drained: set[tuple[_Place, str]] = set()
+        """By operators; one that goes and comes back stays so, another incarnation does not."""
         self._left: dict[_Place, tuple[Engine, float]] = {}
         self.remembered: dict[str, None] = {}
         """Models that engines served which have left; others may come."""
@@ -57,16 +81,21 @@ class Pool:
     # Who belongs to it.
 
     def update(self, role: Role, source: str, found: Sequence[Found]) -> None:
-        """Who there is of this role, according to this source."""
-        named = {one.url: one for one in found}
+        """Who there is of this role, according to this source. An engine that several name belongs to the first."""
+        named = self._named[role, source] = {one.url: one for one in found}
         for engine in [one for one in self.of(role) if one.source == source]:
             one = named.get(engine.url)
             if one is None or (one.incarnation and engine.incarnation and one.incarnation != engine.incarnation):
                 self._leave(engine)
+        for (of_role, name), theirs in list(self._named.items()):
+            if of_role == role:
+                self._take_in(role, name, theirs)
+
+    def _take_in(self, role: Role, source: str, named: Mapping[str, Found]) -> None:
         for one in named.values():
             engine = self._members.get(_Place(role, one.url)) or self._join(role, source, one)
-            if engine.source != source:
-                continue  # another names it too, and was first
+            if engine is None or engine.source != source:
+                continue
             engine.incarnation = engine.incarnation or one.incarnation
             if one.leaving:
                 engine.drained_by.add("source")
@@ -78,16 +107,28 @@ class Pool:
         """An operator has an engine drained, or takes that back. Returns which it is, in each of its roles."""
         engines = [one for one in self.engines if url in (one.url, one.name) and role in (None, one.role)]
         for engine in engines:
+            known = _Place(engine.role, engine.url), engine.incarnation
             if on:
                 engine.drained_by.add("operator")
+                self._drained.add(known)
             else:
                 engine.drained_by.discard("operator")
+                self._drained.discard(known)
             engine.tell("an operator says so")
         return engines
 
-    def _join(self, role: Role, source: str, found: Found) -> Engine:
+    def _join(self, role: Role, source: str, found: Found) -> Engine | None:
         stated = self._stated.get(found.url) or self._stated.get(source)
-        engine = Engine(found.url, role, stated, source=source, incarnation=found.incarnation, on_change=self._changed)
+        try:
+            engine = Engine(
+                found.url, role, stated, source=source, incarnation=found.incarnation, on_change=self._changed
+            )
+        except ValueError as error:
+            log.warning("no engine", extra={"source": source, "why": str(error)})
+            return None
+        engine.limit = self._limits.get(role)
+        if (_Place(role, found.url), found.incarnation) in self._drained:
+            engine.drained_by.add("operator")
         place = _Place(role, found.url)
         self._members[place] = engine
         self._left.pop(place, None)
@@ -144,6 +185,17 @@ class Pool:
         place = _Place(role, url)
         return self._members.get(place) or self._left[place][0]
 
+    @contextmanager
+    def expecting(self, engine: Engine) -> Iterator[None]:
+        """For the time until a request that is meant for it can be sent: others should know."""
+        self._num_dispatched += 1
+        engine.last = self._num_dispatched
+        engine.expected += 1
+        try:
+            yield
+        finally:
+            engine.expected -= 1
+
     def dispatch(self, engine: Engine) -> None:
         """It gets a request."""
         self._num_dispatched += 1
@@ -195,11 +247,14 @@ class Pool:
         """It cannot be reached: take it out, and look again soon."""
         engine.lost(why)
 
-    def faulted(self, engine: Engine, why: str) -> None:
+    def blame(self, fault: Fault) -> None:
         """It has failed a turn. Not more than half of a pool are ejected for that: then it is not them."""
+        if fault.kind == "unreachable" or fault.status == 503:
+            return  # which it is not to be blamed for
+        engine = fault.engine
         others = [one for one in self.of(engine.role) if one is not engine]
         num_well = sum(one.health in ("ready", "suspect") and one.ready for one in others)
-        engine.faulted(why, may_eject=2 * num_well > len(others))
+        engine.faulted(fault.kind, may_eject=2 * num_well > len(others))
 
     def doubt(self, origin: Origin) -> None:
         """Who is there has closed a connection that could have been used again: it may have ended."""

@@ -82,6 +82,7 @@ class Releases:
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._num_begun = 0
         self._leases: dict[str, deque[float]] = {}
+        pool.on_leave.append(self._left)
         """Of each prefill engine: when the leases end on the blocks that such requests have left there."""
 
     def start(self, blocks: KVTransferParams, *, may_be_read: bool = False) -> None:
@@ -155,6 +156,9 @@ class Releases:
             return None
         engine = min(able, key=lambda one: one.in_flight)
         return engine, min(served.intersection(engine.models))
+
+    def _left(self, engine: Engine) -> None:
+        self._leases.pop(engine.url, None)
 
     def _leases_at(self, engine: Engine) -> deque[float]:
         leases = self._leases.setdefault(engine.url, deque())

@@ -12,6 +12,7 @@ from typing import Final, Literal
 from router.answer import Seen
 from router.api.legs import Prefilled
 from router.metrics import TOKEN_KINDS, Metrics
+from router.statement import without_user
 
 Outcome = Literal["ok", "rejected", "failed", "cut", "client_gone"]
 
@@ -112,8 +113,8 @@ class Report:
         """The headers that X-Backhaul-Explain asks for."""
         told = {
             "Plan": None if self.reason is None else f"{self.reason}; kv={self.kv}",
-            "Prefill": self.prefill,
-            "Decode": self.decode,
+            "Prefill": self.prefill and without_user(self.prefill),
+            "Decode": self.decode and without_user(self.decode),
             "Turn": self.turn,
             "Attempts": self.attempts,
             "Prompt-Tokens": self.prompt_tokens,
@@ -136,6 +137,9 @@ class Report:
         if log.isEnabledFor(logging.INFO):
             told = zip(_LOGGED, _logged(self), strict=True)
             fields = {name: value for name, value in told if value is not None}
+            for role in ("prefill", "decode"):
+                if "@" in fields.get(role, ""):
+                    fields[role] = without_user(fields[role])
             if self.first_byte is not None:
                 fields["first_byte_ms"] = round(1000 * self.first_byte, 1)
             fields["ms"] = round(1000 * seconds, 1)

@@ -34,12 +34,9 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
     One that broke off is asked again if there is no other: only the connection may have been cut. If it has crashed it
     cannot be reached now.
     """
-    if not router.budget.spend():
-        router.metrics.retries_refused.add(fault.engine.role)
-        raise fault
     if fault.may_be_blocks:
         # Likely it could not load the blocks it was given, which says nothing against the engine. They are gone now.
-        router.metrics.retries.add(fault.engine.role)
+        _count(router, fault)
         return
     turn.faults[fault.engine.role] += 1
     if turn.faults[fault.engine.role] == MAX_FAULTS:
@@ -51,9 +48,17 @@ def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
         turn.avoid.discard(fault.engine.url)
         if not _can_go_on(router, turn):
             raise gone_for_now(fault.engine) from fault
-    router.metrics.retries.add(fault.engine.role)
+    _count(router, fault)
     failed = {"role": fault.engine.role, "engine": fault.engine.name, "fault": fault.kind}
     log.info("retry", extra={"request_id": turn.report.request_id, **failed})
+
+
+def _count(router: Router, fault: EngineFault) -> None:
+    """Raises the fault if too many turns were tried again of late."""
+    if not router.budget.spend():
+        router.metrics.retries_refused.add(fault.engine.role)
+        raise fault
+    router.metrics.retries.add(fault.engine.role)
 
 
 def _can_go_on(router: Router, turn: Turn) -> bool:

@@ -56,6 +56,13 @@ def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTr
     return KVTransferParams.for_decode_alone(max_prefill_tokens=(past.num_new or 0) + slack)
 
 
+def is_prefill_due(router: Router, plan: Plan, prefilled: Prefilled | None) -> bool:
+    """Whether the prompt is yet to be prefilled: it was not, or what was computed is of no use to this plan."""
+    if plan.prefill is None:
+        return False
+    return prefilled is None or is_stale(router, prefilled) or not fits(router, prefilled, plan)
+
+
 def fits(router: Router, prefilled: Prefilled, plan: Plan) -> bool:
     """Whether the decode engine that is to have the blocks can use them; when they were made it was another."""
     if prefilled.engine == plan.prefill:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Final
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -22,6 +22,12 @@ def engine_url(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good or parts.query or parts.fragment:
         raise ValueError(f"{value!r} is not an engine's address; give it as http://HOST:PORT")
     return value.rstrip("/").removesuffix("/v1")
+
+
+def without_user(url: str) -> str:
+    """An URL without the name and password that it may carry."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _key_file(path: Path) -> Path:

@@ -20,12 +20,13 @@ from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.faults import EngineFault
+from router.member import Engine
 from router.plan import Plan
 from router.relay import StreamRelay
 from router.report import Report
 from router.request import Turn, read_turn
 from router.retry import excuse, retry
-from router.route import alone_params, fits, is_stale, plan_turn
+from router.route import alone_params, is_prefill_due, plan_turn
 from router.upstream import Decoding
 
 UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it
@@ -90,17 +91,26 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
             if turn.aborted:
                 raise aborted()
             turn.report.attempts += 1
-            plan = plan_turn(router, turn)
+            plan = await plan_with_room(router, turn, prefilled)
             turn.report.model = turn.model
+            decoder = router.pool.get("decode", plan.decode)
             try:
                 if plan.prefill is None:
                     prefilled = None
-                elif prefilled is None or is_stale(router, prefilled) or not fits(router, prefilled, plan):
-                    prefilled = await prefill(router, turn, plan, plan.prefill)
-                return await decode(router, request, turn, plan, prefilled)
+                elif is_prefill_due(router, plan, prefilled):
+                    try:
+                        with router.pool.expecting(decoder):
+                            prefilled = await prefill(router, turn, plan, plan.prefill)
+                    finally:
+                        router.prefill_gate.leave()
+                    if not decoder.ready:  # any more: another gets the blocks
+                        turn.report.attempts -= 1
+                        continue
+                return await decode(router, request, turn, plan, prefilled, decoder)
             except EngineFault as fault:
                 if asyncio.get_running_loop().time() >= turn.deadline:
                     raise  # whoever would be asked next has no time
+                router.pool.blame(fault)
                 if prefilled is not None and prefilled.params is not None:
                     excuse(turn, fault)
                 retry(router, turn, fault)
@@ -114,10 +124,26 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
         give_back(router, turn)
 
 
-async def enter(router: Router, turn: Turn, gate: Gate) -> None:
-    """Wait until there is room in a pool. `gate.leave` afterwards."""
+async def enter(router: Router, turn: Turn, gate: Gate) -> bool:
+    """Wait until there is room in a pool, and whether that took time. `gate.leave` afterwards."""
     due = asyncio.get_running_loop().time() + router.config.queue_timeout
-    await gate.enter(turn.priority, min(due, turn.deadline))
+    return await gate.enter(turn.priority, min(due, turn.deadline))
+
+
+async def plan_with_room(router: Router, turn: Turn, prefilled: Prefilled | None) -> Plan:
+    """The plan; if it has a prefill leg, there is room for it in the pool. If that took time, other engines may be the
+    better ones by now."""
+    gate = router.prefill_gate
+    plan = plan_turn(router, turn)
+    if is_prefill_due(router, plan, prefilled) and await enter(router, turn, gate):
+        try:
+            plan = plan_turn(router, turn)
+        except APIError:
+            gate.leave()
+            raise
+        if not is_prefill_due(router, plan, prefilled):
+            gate.leave()
+    return plan
 
 
 async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled:
@@ -137,7 +163,6 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     def unsent() -> None:
         turn.past.in_hand = offer is not None
 
-    await enter(router, turn, router.prefill_gate)
     try:
         with engine.known.given_blocks() if offer is not None else nullcontext():
             prefilled = await router.upstream.prefill(
@@ -157,8 +182,6 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
                 if error.kind == "timeout" and engine.looks_missed == engine.in_flight == 0:  # nothing else held it up
                     lessons.from_pull_that_hung(engine)
         raise
-    finally:
-        router.prefill_gate.leave()
     turn.prefilled_by = url
     lessons.from_prefill(turn, engine, prefilled, offer)
     turn.blocks = prefilled.params
@@ -175,10 +198,10 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
 
 
 async def decode(
-    router: Router, request: web.Request, turn: Turn, plan: Plan, prefilled: Prefilled | None
+    router: Router, request: web.Request, turn: Turn, plan: Plan, prefilled: Prefilled | None, engine: Engine
 ) -> web.StreamResponse:
     """Have the answer made, pulling the KV where there is any, and pass it on."""
-    report, engine = turn.report, router.pool.get("decode", plan.decode)
+    report = turn.report
     report.decode, report.reason = plan.decode, plan.reason
     report.prefill = prefilled.engine if prefilled else None
     report.handoff = prefilled is not None and prefilled.params is not None
@@ -259,6 +282,8 @@ async def pass_on(
         if not response.prepared:
             raise
         failure = _told(turn, error)
+        if isinstance(error, EngineFault):
+            router.pool.blame(error)
     turn.answered = True
     end = relay.finish(failure)
     if relay.complete:

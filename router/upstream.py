@@ -19,7 +19,14 @@ from router.api.legs import Body, Prefilled
 from router.background import Background
 from router.clean import TRANSFER_KEYS
 from router.client import Client, Response
-from router.client_protocol import ClientError, ConnectFailed, Disconnected, TooLarge
+from router.client_protocol import (
+    ClientError,
+    ConnectFailed,
+    ConnectTimeout,
+    Disconnected,
+    Exhausted,
+    TooLarge,
+)
 from router.faults import EngineFault, FaultKind
 from router.ids import ids_or_none
 from router.member import Engine
@@ -54,10 +61,11 @@ class Leg:
 
     async def send(self, path: str, body: Body, headers: str) -> None:
         try:
-            self.response = await self._upstream.send(self._engine, path, body, headers, self._due)
+            self.response = await self._upstream.send(
+                self._engine, path, body, headers, self._due, among=self._engine.legs
+            )
         except (ClientError, TimeoutError) as error:
             raise self._upstream.fault_of(self._engine, error) from error
-        self._engine.legs.add(self.response)
 
     async def whole(self, due: float | None = None) -> dict[str, Any]:
         """The answer as JSON, if it is a good one."""
@@ -253,7 +261,7 @@ class Upstream:
         except (APIError, ClientError, TimeoutError) as error:
             if isinstance(error, APIError) and error.status in (404, 405) and error.type != NO_MODEL:
                 engine.known.saw("tokenize", False)
-            log.info("prompt not tokenized", extra={"engine": engine.url, "why": type(error).__name__})
+            log.info("prompt not tokenized", extra={"engine": engine.name, "why": type(error).__name__})
         self.metrics.tokenizations.add("failed" if ids is None else "ok")
         return ids
 
@@ -300,11 +308,21 @@ class Upstream:
             result = "failed"
         self.metrics.releases.add(result)
 
-    async def send(self, engine: Engine, path: str, body: Body, headers: str, due: float) -> Response:
+    async def send(
+        self,
+        engine: Engine,
+        path: str,
+        body: Body,
+        headers: str,
+        due: float,
+        *,
+        among: set[Response] | None = None,
+    ) -> Response:
         """Send a request, sealed if it has to be. Raises ClientError."""
         if self._seals is not None and ("kv_transfer_params" in body or "ec_transfer_params" in body):
             headers = f"{headers}{SEAL_HEADER}: {self._seals.seal(path, body)}\r\n"
-        return await self._client.send("POST", engine.url + path, headers, jsontext.dumps_request(body), due)
+        data = jsontext.dumps_request(body)
+        return await self._client.send("POST", engine.url + path, headers, data, due, among=among)
 
     async def good_object(self, engine: Engine, response: Response, due: float) -> dict[str, Any]:
         """The answer's JSON, if its status says that it is good. Raises APIError, ClientError."""
@@ -340,7 +358,8 @@ class Upstream:
         """The engine's own error, status and words kept."""
         message = fields.pop("message", None) or f"The {engine.role} engine answered with status {status}."
         if status == 503:
-            fields["headers"] = {"Retry-After": "1", **fields.get("headers", {})}
+            told = fields.get("headers", {})
+            fields["headers"] = {**told, "Retry-After": str(round(_seconds(told.get("Retry-After", "1"))))}
             if faults.LEAVING in message:
                 engine.leaves()
             else:
@@ -350,7 +369,7 @@ class Upstream:
         if status in (400, 403) and str(fields.get("param")).startswith(TRANSFER_KEYS):
             # What it refuses is ours: a client cannot send these.
             if status == 403:
-                log.error("an engine does not accept the seal", extra={"engine": engine.url, "why": message})
+                log.error("an engine does not accept the seal", extra={"engine": engine.name, "why": message})
             return self.fault(engine, "params", 502, "refused what the router told it")
         if status >= 400:
             return APIError(status, message, **fields)
@@ -359,8 +378,14 @@ class Upstream:
     def fault_of(self, engine: Engine, error: ClientError | TimeoutError) -> EngineFault:
         """What the network has done to an exchange with an engine."""
         if isinstance(error, ConnectFailed):
-            self.pool.lost(engine, "unreachable")
+            if isinstance(error, ConnectTimeout):
+                engine.doubt.set()  # it may be busy, or the network; a look will tell
+            else:
+                self.pool.lost(engine, "unreachable")
             return self.fault(engine, "unreachable", 503, "cannot be reached")
+        if isinstance(error, Exhausted):
+            log.error("no connection to an engine", extra={"engine": engine.name, "why": str(error)})
+            return self.fault(engine, "unreachable", 503, "cannot be asked: the router has too many connections")
         if isinstance(error, TimeoutError):
             return self.fault(engine, "timeout", 504, "did not answer in time")
         return self.fault(engine, "disconnected", 502, "broke off the connection")
@@ -370,8 +395,6 @@ class Upstream:
 
     def _counted(self, fault: EngineFault) -> EngineFault:
         self.metrics.leg_failures.add(fault.engine.role, fault.kind)
-        if fault.kind != "unreachable" and fault.status != 503:
-            self.pool.faulted(fault.engine, fault.kind)
         return fault
 
 
@@ -382,12 +405,12 @@ def _seconds(retry_after: str) -> float:
 def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None:
     """The prefill engine's transfer params if a decode engine can use them."""
     if value is None:
-        log.warning("no transfer params", extra={"engine": engine.url, "why": "it answered without any"})
+        log.warning("no transfer params", extra={"engine": engine.name, "why": "it answered without any"})
         return None
     try:
         return KVTransferParams.parse(value).for_decode()
     except WireError as error:
-        log.warning("transfer params not usable", extra={"engine": engine.url, "why": str(error)})
+        log.warning("transfer params not usable", extra={"engine": engine.name, "why": str(error)})
         return None
 
 

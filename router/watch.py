@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import orjson
 
 from router import load
 from router.client import Client
-from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout
+from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout, Disconnected, Exhausted
 from router.faults import LEAVING
 from router.member import Engine
 from router.pool import Pool
@@ -20,6 +21,8 @@ FIRST_RETRY_SECONDS: Final = 0.1
 LEAST_SECONDS: Final = 0.1
 """Between two looks, whoever is in doubt."""
 MAX_CARDS_BYTES: Final = 16 << 20
+
+log = logging.getLogger("router.pool")
 
 
 class Watch:
@@ -51,23 +54,27 @@ class Watch:
         self._tasks[engine] = asyncio.create_task(self._watch(engine), name=f"watch {engine.name}")
 
     def _left(self, engine: Engine) -> None:
-        self._tasks.pop(engine).cancel()
+        if not engine.in_flight:
+            self._tasks.pop(engine).cancel()
 
     async def _watch(self, engine: Engine) -> None:
-        """Soon again where it is not well, less and less often, but no less than where it is."""
-        delay = FIRST_RETRY_SECONDS
-        while True:
+        """Soon again where it is not well, less and less often, but no less than where it is. One that has left is
+        looked at as long as it has requests: they should not wait for one that is dead."""
+        delay, least = FIRST_RETRY_SECONDS, LEAST_SECONDS
+        while not engine.is_gone or engine.in_flight:
             engine.doubt.clear()
             await self.look(engine)
             well = engine.health == "ready" and not engine.looks_missed
             delay = self._interval if well else min(2 * delay, self._interval)
             try:
                 async with asyncio.timeout(delay):
-                    await asyncio.sleep(LEAST_SECONDS)
+                    await asyncio.sleep(least)
                     await engine.doubt.wait()
                 delay = FIRST_RETRY_SECONDS
+                least = min(2 * least, self._interval) if well else LEAST_SECONDS  # for no reason, again and again
             except TimeoutError:
-                pass
+                least = LEAST_SECONDS
+        self._tasks.pop(engine, None)
 
     async def look(self, engine: Engine) -> None:
         """Have it list its models. Raises nothing."""
@@ -82,13 +89,16 @@ class Watch:
         except (ClientError, TimeoutError, ValueError) as error:
             if isinstance(error, ConnectFailed) and not isinstance(error, ConnectTimeout):
                 engine.lost("connection refused")
+                engine.missed("connection refused", began)  # what waits for it may not have been told
                 engine.doubt.clear()
+            elif isinstance(error, Exhausted):
+                log.warning("engines are not looked at", extra={"why": str(error)})
             else:
                 engine.missed(type(error).__name__, began)
         else:
             await self._discover(engine, models)
-            await self._weigh(engine)
             engine.heard(models)
+            await self._weigh(engine)
         return None
 
     async def _discover(self, engine: Engine, models: Mapping[str, Mapping[str, Any]]) -> None:
@@ -106,15 +116,16 @@ class Watch:
         """Find out how busy it is, where there is a choice. One that does not say is as busy as we make it."""
         if len(self.pool.of(engine.role)) < 2:
             return
-        ours = engine.in_flight
+        ours, text = engine.in_flight, b""
         try:
             async with asyncio.timeout(self._timeout):
                 with await self._client.request("GET", f"{engine.url}/metrics", engine.headers) as answer:
-                    if answer.status != 200:
-                        return
-                    engine.reported = load.read_load(await answer.read(load.MAX_BYTES), ours=ours)
+                    text = await answer.read(load.MAX_BYTES)
+        except (ConnectFailed, Disconnected):
+            engine.doubt.set()  # it may have ended just now
         except (ClientError, TimeoutError):
-            pass  # the next look will tell
+            pass
+        engine.reported = load.read_load(text, ours=ours)
 
 
 def _refused(engine: Engine, status: int, text: bytes, began: float) -> None:

@@ -43,7 +43,9 @@ class Source(Protocol):
 
 
 def address_url(scheme: Scheme, address: object, port: int) -> str | None:
-    """The URL of an engine there, or None if that is no IP address."""
+    """The URL of an engine there, or None if that is no IP address, or no port."""
+    if isinstance(port, bool) or not 0 < port < 1 << 16:
+        return None
     try:
         ip = ip_address(address if isinstance(address, str) else "")
     except ValueError:

@@ -24,7 +24,7 @@ from backhaul.errors import CommandError
         (["engine", "--model", "m", "--role", "encode"], 2, "backhaul engine: --role: must be 'prefill', 'decode'"),
         (["engine", "--model", "m", "--kv-transfer-config", "{"], 2, "backhaul engine: --kv-transfer-config: not JSON"),
         (["router"], 2, "backhaul router: --decode is required"),
-        (["router", "--decode", "nonsense"], 2, "backhaul router: --decode: 'nonsense' is not an engine's address"),
+        (["router", "--decode", "nonsense"], 2, "backhaul router: --decode: 'nonsense' is neither an engine's address"),
         (
             ["router", "--decode", "http://d:1", "--port", "eighty"],
             2,
@@ -53,10 +53,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_config_prints_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "router", "--decode", "http://d:1", "--redis", "redis://:secret@r:1/0"]) == 0
+    assert main(["config", "router", "--decode", "http://d:1", "--redis", "redis://:pa55@r:1/0"]) == 0
     out = capsys.readouterr().out
     assert "- http://d:1" in out
-    assert "secret" not in out
+    assert "redis: redis://***@r:1/0" in out
+    assert "pa55" not in out
 
 
 @pytest.mark.parametrize("command", ["up", "chat", "router", "engine", "config"])

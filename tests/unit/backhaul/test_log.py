@@ -29,6 +29,13 @@ def test_console_lines_carry_their_fields() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO    router\.pool  engine is down engine=http://a\n", out.getvalue())
 
 
+def test_what_others_say_begins_no_line_of_its_own() -> None:
+    out = io.StringIO()
+    log.setup("info", "console", stream=out)
+    logging.getLogger("router.pool").info("engine", extra={"why": "lists a\n12:00:00.000 ERROR\x1b[31m"})
+    assert out.getvalue().endswith("why=lists a\\n12:00:00.000 ERROR\\x1b[31m\n")
+
+
 def test_json_lines_are_one_object_each() -> None:
     out = io.StringIO()
     log.setup("warning", "json", stream=out)
@@ -56,7 +63,7 @@ class Writes(io.StringIO):
 
 async def test_lines_of_a_moment_are_written_in_one_go_and_in_their_order() -> None:
     out = Writes()
-    log.setup("info", "console", stream=out)
+    log.setup("info", "console", stream=out, gather=True)
     for number in range(100):
         logging.getLogger("router.turn").info("turn", extra={"number": number})
     assert out.getvalue() == ""
@@ -67,7 +74,7 @@ async def test_lines_of_a_moment_are_written_in_one_go_and_in_their_order() -> N
 
 async def test_warnings_and_many_lines_do_not_wait() -> None:
     out = Writes()
-    log.setup("info", "console", stream=out)
+    log.setup("info", "console", stream=out, gather=True)
     logging.getLogger("router").info("before")
     logging.getLogger("router").warning("now")
     assert [line.split("  ")[-1] for line in out.getvalue().splitlines()] == ["before", "now"]
@@ -78,7 +85,7 @@ async def test_warnings_and_many_lines_do_not_wait() -> None:
 
 async def test_other_threads_and_the_end_of_the_program_leave_nothing_unwritten() -> None:
     out = Writes()
-    log.setup("info", "console", stream=out)
+    log.setup("info", "console", stream=out, gather=True)
     logging.getLogger("router").info("here")
     await asyncio.to_thread(logging.getLogger("router").info, "there")
     assert len(out.getvalue().splitlines()) == 2
@@ -89,7 +96,7 @@ async def test_other_threads_and_the_end_of_the_program_leave_nothing_unwritten(
 
 def test_loop_that_ended_before_it_could_write_is_no_hindrance() -> None:
     out = Writes()
-    log.setup("info", "console", stream=out)
+    log.setup("info", "console", stream=out, gather=True)
 
     async def say(text: str) -> None:
         logging.getLogger("router").info(text)

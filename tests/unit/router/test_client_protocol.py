@@ -97,6 +97,9 @@ class Loop:
     def create_future(self) -> Any:
         return Waiter()
 
+    def time(self) -> float:
+        return 0.0
+
 
 class Waiter:
     def __await__(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from router import faults
 from router.discovery.source import Found
 from router.pool import Pool
 
@@ -101,7 +102,7 @@ async def test_not_more_than_half_of_a_pool_are_ejected_for_failing_turns() -> N
         engine.heard({"m": {"id": "m"}})
     for _ in range(50):
         for engine in pool.decode:
-            pool.faulted(engine, "status")
+            pool.blame(faults.fault(engine, "status", 500, "answered 500"))
     states = [engine.state for engine in pool.decode]
     assert states.count("ejected") == 1
     assert all(engine.ready for engine in pool.decode if engine.state != "ejected")
