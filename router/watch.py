@@ -120,7 +120,8 @@ class Watch:
         try:
             async with asyncio.timeout(self._timeout):
                 with await self._client.request("GET", f"{engine.url}/metrics", engine.headers) as answer:
-                    text = await answer.read(load.MAX_BYTES)
+                    if answer.status == 200:
+                        text = await answer.read(load.MAX_BYTES)
         except (ConnectFailed, Disconnected):
             engine.doubt.set()  # it may have ended just now
         except (ClientError, TimeoutError):

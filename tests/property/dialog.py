@@ -94,7 +94,10 @@ class Chat:
 
     def rival(self, text: str) -> Chat:
         other = copy.deepcopy(self)
-        other._talk[-1]["content"] = text
+        if other._talk:
+            other._talk[-1]["content"] = text
+        else:  # it was shortened to its system message
+            other.messages.append({"role": "user", "content": text})
         return other
 
     def answered(self, reply: Reply) -> None:

@@ -314,3 +314,140 @@ async def test_operators_port_tells_of_the_router(redis_url: str, path: str) -> 
     async with fleet(redis_url) as (front, _, __), operator(front) as client:
         assert (await client.get(path)).status == 200
         assert (await client.get("/v1/models")).status == 404
+
+
+# What waits, or is being prefilled, counts; what changes meanwhile is seen.
+
+
+def holding(engine: StubEngine, go_on: asyncio.Event) -> Any:
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go_on.wait()
+        return web.json_response(engine.whole(body))
+
+    return script
+
+
+def words(text: str, *more: tuple[str, str]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}, *({"role": role, "content": said} for role, said in more)]
+    return {"model": "m", "messages": messages}
+
+
+@pytest.mark.parametrize("how", ["timeout", "client leaves", "abort"])
+async def test_offer_of_a_turn_that_gives_up_waiting_stays_for_the_next(redis_url: str, how: str) -> None:
+    settings: dict[str, Any] = {"kv_recompute_threshold": 2, "decode_only_tokens": 0, "prefill_limit": 1}
+    go_on, conversation = asyncio.Event(), {"conversation_id": f"waits-{how}"}
+    queue_timeout = 0.3 if how == "timeout" else 30.0
+    async with fleet(redis_url, prefill=1, decode=1, queue_timeout=queue_timeout, **settings) as (front, [p], [d]):
+        p.tokenizes = d.tokenizes = True
+        first, second = words("one two three four"), words("one two three four", ("assistant", TEXT), ("user", "five"))
+        assert (await front.post({**first, **conversation})).status == 200
+        p.scripts.append(holding(p, go_on))
+        hog = asyncio.create_task(front.post(words("hog")))
+        await until(lambda: front.router.prefill_gate.num_inside == 1, "there is no room")
+        waiting = asyncio.create_task(front.post({**second, **conversation}, headers={"X-Request-Id": "waits"}))
+        await until(lambda: front.router.prefill_gate.num_waiting == 1, "it waits")
+        if how == "client leaves":
+            waiting.cancel()
+        elif how == "abort":
+            await front.post({"request_ids": ["waits"]}, path="/inference/v1/abort_requests")
+        await until(lambda: front.router.prefill_gate.num_waiting == 0, "it waits no more")
+        if how != "client leaves":
+            assert (await waiting).status == (503 if how == "timeout" else 409)
+        go_on.set()
+        await hog
+        await until(front.is_settled, "all is settled")
+        again = await front.post({**second, **conversation}, headers=EXPLAIN)
+        assert (again.status, again.explain["kv"]) == (200, "offered")
+
+
+async def test_burst_is_spread_over_decode_engines(redis_url: str) -> None:
+    go_on = asyncio.Event()
+    async with fleet(redis_url, prefill=1) as (front, [p], d):
+        p.scripts.extend(holding(p, go_on) for _ in range(20))
+        turns = [asyncio.create_task(front.post(CHAT)) for _ in range(20)]
+        await until(lambda: len(p.seen) == 20, "all are being prefilled")
+        go_on.set()
+        assert {(await turn).status for turn in turns} == {200}
+        assert [len(one.seen) for one in d] == [10, 10]
+
+
+async def test_turns_that_wait_are_planned_when_there_is_room(redis_url: str) -> None:
+    go_on = asyncio.Event()
+    async with fleet(redis_url, prefill_limit=1) as (front, p, _):
+        most = 0
+
+        def one(engine: StubEngine) -> Any:
+            async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                nonlocal most
+                most = max(most, front.router.pool.get("prefill", engine.url).in_flight)
+                await go_on.wait()
+                return web.json_response(engine.whole(body))
+
+            return script
+
+        for engine in p:
+            engine.scripts.extend(one(engine) for _ in range(8))
+        turns = [asyncio.create_task(front.post(CHAT)) for _ in range(8)]
+        await until(lambda: front.router.prefill_gate.num_waiting == 6, "six wait")
+        go_on.set()
+        assert {(await turn).status for turn in turns} == {200}
+        assert (most, sum(len(one.seen) for one in p)) == (1, 8)
+
+
+async def test_engine_that_is_drained_while_its_turn_is_prefilled_does_not_get_it(redis_url: str) -> None:
+    go_on = asyncio.Event()
+    async with fleet(redis_url, prefill=1) as (front, [p], [d1, d2]):
+        front.router.pool.get("decode", d2.url).last = 5
+        p.scripts.append(holding(p, go_on))
+        turn = asyncio.create_task(front.post(CHAT, headers=EXPLAIN))
+        await until(lambda: front.router.pool.get("decode", d1.url).expected == 1, "the first is meant to have it")
+        front.router.pool.drain(d1.url, None, on=True)
+        go_on.set()
+        answer = await turn
+        assert (answer.status, answer.explain["decode"], answer.explain["attempts"]) == (200, d2.url, 1)
+        assert (len(p.seen), d1.seen, p.released) == (1, [], []), "and its blocks go with it"
+
+
+@pytest.mark.parametrize("how", ["leaves the pool", "refuses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leg_at_an_engine_that_hangs_ends_whatever_looks_find(redis_url: str, how: str, stream: bool) -> None:
+    async with fleet(redis_url, prefill=1, probe_interval=0.05, probe_timeout=0.1) as (front, _, [ill, well]):
+        front.router.pool.get("decode", well.url).last = 5
+        ill.scripts.append(holding(ill, asyncio.Event()))
+        turn = asyncio.create_task(front.post({**CHAT, "stream": stream}, headers=EXPLAIN))
+        await until(lambda: ill.seen, "it has the turn")
+        if how == "refuses":
+            await ill.stop_listening()
+            for transport in _transports(front, ill):
+                transport.abort()
+        else:
+            ill.awake.clear()
+            front.router.pool.update("decode", SETTINGS, [Found(well.url)])
+        answer = await asyncio.wait_for(turn, 10)
+        assert (answer.status, answer.explain["decode"]) == (200, well.url)
+        ill.awake.set()
+
+
+async def test_clients_cannot_have_engines_ejected_by_what_is_no_turn(redis_url: str) -> None:
+    async with fleet(redis_url, prefill=0) as (front, _, d):
+        for engine in d:
+            engine.tokenizes = True
+            engine.ids = None  # type: ignore[assignment]  # so that it answers 500
+        for _ in range(2 * FAULTS_UNTIL_EJECTED):
+            assert (await front.post({"model": "m", "prompt": "x"}, path="/tokenize")).status == 500
+        assert [state(front, engine) for engine in d] == ["ready", "ready"]
+
+
+async def test_credentials_in_an_engines_url_are_told_to_nobody(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        p, d = [await stack.enter_async_context(StubEngine(role).running()) for role in ("prefill", "decode")]
+        urls = [engine.url.replace("http://", "http://joe:pa55@") for engine in (p, d)]
+        front = await stack.enter_async_context(router_over(urls[:1], urls[1:], redis_url))
+        answers = [await front.post(CHAT, headers=EXPLAIN), await front.post(STREAM, headers=EXPLAIN)]
+        assert answers[0].explain["decode"] == d.url
+        told = [str(answer.headers) for answer in answers]
+        told += [(await front.get(path)).raw.decode() for path in ("/ready", "/metrics", "/admin/status")]
+        told += [str(vars(record)) for record in caplog.records if record.name.startswith("router")]
+        assert not [text for text in told if "pa55" in text]

@@ -48,7 +48,7 @@ async def test_sources_do_not_take_each_others_engines() -> None:
     pool.update("decode", "one", [Found(A)])
     pool.update("decode", "other", [Found(A), Found(B)])
     pool.update("decode", "other", [])
-    assert urls(pool) == [A]
+    assert urls(pool) == [A], "the one that was first still names it"
 
 
 async def test_one_that_has_left_is_found_by_the_turns_it_serves() -> None:
@@ -106,3 +106,31 @@ async def test_not_more_than_half_of_a_pool_are_ejected_for_failing_turns() -> N
     states = [engine.state for engine in pool.decode]
     assert states.count("ejected") == 1
     assert all(engine.ready for engine in pool.decode if engine.state != "ejected")
+
+
+async def test_engine_that_two_sources_name_stays_as_long_as_one_does() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "blue", [Found(A)])
+    pool.update("decode", "green", [Found(A), Found(B)])
+    pool.update("decode", "blue", [])
+    assert sorted(urls(pool)) == [A, B]
+    pool.update("decode", "green", [])
+    assert urls(pool) == []
+
+
+async def test_drained_one_that_goes_and_comes_back_stays_so_but_another_incarnation_does_not() -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(A, "uid-1")])
+    pool.drain(A, None, on=True)
+    for uid, state in (("uid-1", "draining"), ("uid-2", "ready")):
+        pool.update("decode", "s", [])
+        pool.update("decode", "s", [Found(A, uid)])
+        pool.get("decode", A).heard({"m": {"id": "m"}})
+        assert pool.get("decode", A).state == state
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:0", "http://10.0.0.1:99999", "ftp://10.0.0.1:80", "nonsense"])
+async def test_what_is_no_engine_does_not_join_and_hinders_nobody(url: str) -> None:
+    pool = Pool(["decode"])
+    pool.update("decode", "s", [Found(url), Found(B)])
+    assert urls(pool) == [B]
