@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ def _chat(argv: Sequence[str]) -> int:
 
 
 def _router(argv: Sequence[str]) -> int:
+    gc.disable()  # until it serves: what is made by importing stays
     from router.config import RouterConfig
 
     config = _load(RouterConfig, "router", argv)

@@ -68,6 +68,7 @@ async def serve(config: RouterConfig) -> int:
         if config.json_file is not None:
             _write_atomically(config.json_file, orjson.dumps({"url": url, "pid": os.getpid()}))
         gc.freeze()  # what is there now stays
+        gc.enable()
         gc.set_threshold(GC_THRESHOLD)
         await stop.next()
         await drain(runner.app[ROUTER], site, config, stop)
