@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+log = logging.getLogger("router")
+
+
+def must_go_on(task: asyncio.Task[None], otherwise: str) -> None:
+    """Say in the log what is the matter from here on, should this task end by an error."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical(otherwise, exc_info=error)
+
+    task.add_done_callback(ended)
 
 
 class Background:

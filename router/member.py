@@ -86,7 +86,6 @@ class Engine:
         """Answers under way."""
         self.doubt = asyncio.Event()
         """Set to have the engine looked at before the next look is due."""
-        self.looked_at = 0.0
         self.looks_missed = 0
         self.missing_since = 0.0
         """Event loop time, like the next two: when the first of those looks began."""

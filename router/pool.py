@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from router.client import Origin
 from router.discovery.source import Found
-from router.member import Engine, Role, State
+from router.faults import EngineFault
+from router.member import Engine, Role
 from router.statement import EngineStatement
-
-__all__ = ["Engine", "Pool", "Role", "State"]
 
 LEFT_SECONDS: Final = 3600.0
 """For which one that has left is still found: no turn takes longer."""
@@ -25,17 +24,6 @@ MAX_REMEMBERED: Final = 1000
 log = logging.getLogger("router.pool")
 
 Member = Callable[[Engine], None]
-
-
-class Fault(Protocol):
-    """What an engine has done to a turn."""
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def status(self) -> int: ...
 
 
 class _Place(NamedTuple):
@@ -243,11 +231,7 @@ class Pool:
 
     # How they are.
 
-    def lost(self, engine: Engine, why: str) -> None:
-        """It cannot be reached: take it out, and look again soon."""
-        engine.lost(why)
-
-    def blame(self, fault: Fault) -> None:
+    def blame(self, fault: EngineFault) -> None:
         """It has failed a turn. Not more than half of a pool are ejected for that: then it is not them."""
         if fault.kind == "unreachable" or fault.status == 503:
             return  # which it is not to be blamed for

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from connectors.wire.transfer import KVTransferParams
+from router.background import must_go_on
 from router.store import Store
 
 MAX_WATCHED: Final = 100_000
@@ -77,7 +78,7 @@ class Sweeper:
     def start(self) -> None:
         assert self._task is None, "a sweeper is started once"
         self._task = asyncio.create_task(self._sweep(), name="sweep records")
-        self._task.add_done_callback(_ended)
+        must_go_on(self._task, "offers of expired records are no longer released")
 
     async def close(self) -> None:
         """Stop at once; what is still watched is left to the engines' leases."""
@@ -124,8 +125,3 @@ class Sweeper:
                 await self._release(offer)
         except Exception as error:  # an engine that is gone has no blocks to give back, and the others' turn is next
             log.debug("blocks were not released", extra={"why": type(error).__name__})
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("offers of expired records are no longer released", exc_info=error)

@@ -91,13 +91,13 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
             if turn.aborted:
                 raise aborted()
             turn.report.attempts += 1
-            plan = await plan_with_room(router, turn, prefilled)
+            plan, prefill_is_due = await plan_with_room(router, turn, prefilled)
             turn.report.model = turn.model
             decoder = router.pool.get("decode", plan.decode)
             try:
                 if plan.prefill is None:
                     prefilled = None
-                elif is_prefill_due(router, plan, prefilled):
+                elif prefill_is_due:
                     try:
                         with router.pool.expecting(decoder):
                             prefilled = await prefill(router, turn, plan, plan.prefill)
@@ -130,20 +130,22 @@ async def enter(router: Router, turn: Turn, gate: Gate) -> bool:
     return await gate.enter(turn.priority, min(due, turn.deadline))
 
 
-async def plan_with_room(router: Router, turn: Turn, prefilled: Prefilled | None) -> Plan:
-    """The plan; if it has a prefill leg, there is room for it in the pool. If that took time, other engines may be the
-    better ones by now."""
+async def plan_with_room(router: Router, turn: Turn, prefilled: Prefilled | None) -> tuple[Plan, bool]:
+    """The plan, and whether the prompt is to be prefilled: then there is room for it in the pool. If that took time,
+    other engines may be the better ones by now."""
     gate = router.prefill_gate
     plan = plan_turn(router, turn)
-    if is_prefill_due(router, plan, prefilled) and await enter(router, turn, gate):
+    is_due = is_prefill_due(router, plan, prefilled)
+    if is_due and await enter(router, turn, gate):
         try:
             plan = plan_turn(router, turn)
         except APIError:
             gate.leave()
             raise
-        if not is_prefill_due(router, plan, prefilled):
+        is_due = is_prefill_due(router, plan, prefilled)
+        if not is_due:
             gate.leave()
-    return plan
+    return plan, is_due
 
 
 async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled:

@@ -381,7 +381,7 @@ class Upstream:
             if isinstance(error, ConnectTimeout):
                 engine.doubt.set()  # it may be busy, or the network; a look will tell
             else:
-                self.pool.lost(engine, "unreachable")
+                engine.lost("unreachable")
             return self.fault(engine, "unreachable", 503, "cannot be reached")
         if isinstance(error, Exhausted):
             log.error("no connection to an engine", extra={"engine": engine.name, "why": str(error)})

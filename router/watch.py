@@ -10,6 +10,7 @@ from typing import Any, Final
 import orjson
 
 from router import load
+from router.background import must_go_on
 from router.client import Client
 from router.client_protocol import ClientError, ConnectFailed, ConnectTimeout, Disconnected, Exhausted
 from router.faults import LEAVING
@@ -51,7 +52,8 @@ class Watch:
             await asyncio.wait(tasks)
 
     def _joined(self, engine: Engine) -> None:
-        self._tasks[engine] = asyncio.create_task(self._watch(engine), name=f"watch {engine.name}")
+        task = self._tasks[engine] = asyncio.create_task(self._watch(engine), name=f"watch {engine.name}")
+        must_go_on(task, "an engine is no longer watched")
 
     def _left(self, engine: Engine) -> None:
         if not engine.in_flight:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from router.background import must_go_on
 from router.discovery.kube import Cluster
 from router.discovery.parse import parse
 from router.discovery.source import Found, Source
@@ -14,8 +14,6 @@ from router.member import Role
 from router.pool import Pool
 
 SETTINGS: Final = "settings"
-
-log = logging.getLogger("router.discovery")
 
 
 class Discovery:
@@ -32,7 +30,7 @@ class Discovery:
     def start(self) -> None:
         for role, source in self._sources:
             task = asyncio.create_task(self._follow(role, source), name=f"follow {source.name}")
-            task.add_done_callback(_ended)
+            must_go_on(task, "a source of engines is no longer followed")
             self._tasks.append(task)
 
     async def close(self) -> None:
@@ -43,8 +41,3 @@ class Discovery:
 
     async def _follow(self, role: Role, source: Source) -> None:
         await source.follow(lambda found: self._pool.update(role, source.name, found))
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a source of engines is no longer followed", exc_info=error)
