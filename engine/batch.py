@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.logprobs import TokenLogprobs
+from engine.media.item import MediaItem
 from engine.request import Request
 
 
@@ -34,6 +35,11 @@ class ScheduledRequest:
 @dataclass(frozen=True, slots=True)
 class Batch:
     scheduled: Sequence[ScheduledRequest]
+    encode: Sequence[MediaItem] = ()
+    """Pictures to be encoded before the tokens are computed, each identifier once."""
+    encodings: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Blocks of the encoder cache, by identifier, of every picture that this step encodes or whose placeholders are
+    among its tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from connectors.wire.transfer import ECTransferParams, KVTransferParams
 from engine.grammar import GrammarSpec, Matcher
 from engine.hashing import hash_block
 from engine.logprobs import TokenLogprobs
+from engine.media.item import MediaItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class Request:
     """Lower is served first, if the scheduler goes by it."""
     matcher: Matcher | None = None
     """Holds the output to sampling.grammar."""
+    media: Sequence[MediaItem] = ()
+    """Pictures in the prompt, in the order of their places."""
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
