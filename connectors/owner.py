@@ -56,9 +56,13 @@ class Owner:
         )
 
     def offer(self, request: TransferRequest) -> tuple[Hold, KVTransferParams | None]:
-        """Of a decode leg: keep its blocks for the next turn's prefill engine, if there are any."""
-        expires_at = self._clock() + self._offer_seconds
-        hashes = self._hold(request, self._offer_seconds, revocable=True)
+        """Of a decode leg: keep its blocks for the next turn's prefill engine, if there are any, and for no longer than
+        was asked."""
+        asked = request.kv_transfer_params
+        wanted = None if asked is None else asked.remote_blocks_ttl
+        seconds = self._offer_seconds if wanted is None else min(self._offer_seconds, wanted)
+        expires_at = self._clock() + seconds
+        hashes = self._hold(request, seconds, revocable=True)
         if not hashes:
             return Hold.NOTHING, None
         return Hold.REVOCABLE, self._describe(
@@ -67,7 +71,7 @@ class Owner:
             do_remote_prefill=False,
             do_remote_decode=True,
             remote_blocks_expiry_time=expires_at,
-            remote_blocks_ttl=self._offer_seconds,
+            remote_blocks_ttl=seconds,
             remote_block_size=self._block_size,
         )
 

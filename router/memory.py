@@ -137,7 +137,8 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
         for orphan in saved.orphans:
             release(router, orphan, may_be_read=not saved.is_certain)
         if saved.kept and offer is not None and all(orphan is not offer for orphan in saved.orphans):
-            router.sweeper.watch(key, saved.stamp, record.deadline)
+            if not is_ours(offer):  # those of ours were told how long, and give way to whoever needs the room
+                router.sweeper.watch(key, saved.stamp, record.deadline)
             router.holdings.saved(key, saved.stamp, record.decode, offer, record.deadline)
 
     filed(await router.store.save(key, record, offer, left=filed))

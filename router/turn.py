@@ -220,6 +220,8 @@ async def decode(
     if params is None:
         params = alone_params(router, turn, plan, engine)
     ours = engine.is_ours(turn.model)
+    if ours and params is not None:
+        params = params.kept_for(router.config.conversation_ttl / memory.OFFER_SHARE)
     body = turn.endpoint.decode_leg(turn.body, params, ids, ours=ours)
     answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)
     answer.keeps_message = not turn.several and turn.conversation.goes_by_content

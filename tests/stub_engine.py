@@ -179,7 +179,8 @@ class StubEngine:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         ours = {"kv_layout": self.kv_layout, "remote_block_hashes": [f"{b:032x}" for b in range(num_blocks)]}
         if not prefill:
-            ours |= {"remote_blocks_ttl": self.offer_ttl} if self.offer_ttl is not None else {}
+            if self.offer_ttl is not None:
+                ours |= {"remote_blocks_ttl": min(self.offer_ttl, asked.get("remote_blocks_ttl", self.offer_ttl))}
         else:
             ours |= {
                 "remote_prefill_cached_tokens": 1,

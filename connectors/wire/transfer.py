@@ -94,8 +94,8 @@ class KVTransferParams(BaseModel):
     max_prefill_tokens: Count | None = None
     """Ours, router to D for such a turn: refuse it (409, PREFIX_CACHE_MISS) rather than compute more of its prompt."""
     remote_blocks_ttl: Seconds | None = None
-    """Ours, D's answer: for how long from now the offer stands, unless the room is needed. A duration, since the clocks
-    of two machines have nothing to do with each other."""
+    """Ours, D's answer: for how long from now the offer stands, unless the room is needed. Router to D: for how long it
+    is to stand at most. A duration, since the clocks of two machines have nothing to do with each other."""
     remote_prefill_pulled_tokens: Count | None = None
     """Ours, P's answer: prompt tokens whose KV it pulled from D; beside those it had cached itself."""
 
@@ -211,6 +211,10 @@ class KVTransferParams(BaseModel):
         if max_prefill_tokens is not None:
             flags["max_prefill_tokens"] = max_prefill_tokens
         return cls(**flags)
+
+    def kept_for(self, seconds: float) -> Self:
+        """Router to one of our D, besides: what this turn leaves is of no use to a next one after so long."""
+        return self.model_copy(update={"remote_blocks_ttl": seconds})
 
     def for_decode(self) -> KVTransferParams:
         """Router to D: P's answer as it is.

@@ -83,6 +83,22 @@ def test_the_offer_says_everything_the_next_turn_needs(engines: tuple[FakeEngine
     d.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("asked", "kept"), [(OFFER_SECONDS / 2, OFFER_SECONDS / 2), (2 * OFFER_SECONDS, OFFER_SECONDS)]
+)
+def test_an_offer_stands_no_longer_than_it_is_of_use(
+    engines: tuple[FakeEngine, FakeEngine], asked: float, kept: float
+) -> None:
+    p, d = engines
+    _, offer = d.decode(prompt_of(10), p.prefill(prompt_of(10)).kept_for(asked))
+    assert offer.remote_blocks_ttl == kept
+    settle_all(p, d, seconds=kept - 1)
+    assert d.leases.num_idle == 1
+    settle_all(p, d, seconds=2)
+    assert d.leases.num_idle == 0
+    d.check_idle()
+
+
 @pytest.mark.parametrize("how", ["eos", "stop token", "length"])
 def test_however_a_turn_ends_well_its_blocks_are_on_offer(engines: tuple[FakeEngine, FakeEngine], how: str) -> None:
     p, d = engines
