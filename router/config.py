@@ -120,6 +120,9 @@ class RouterConfig(BaseModel):
     """Seconds between two pieces of a streamed answer."""
     turn_timeout: Seconds = 3600.0
     """Seconds for the whole turn."""
+    outage_wait: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds for which a turn that no engine of a pool could serve waits for one to come back, from when the last one
+    was lost; then 503. 0: it does not wait."""
     dispatch_deadline: Annotated[float, Field(gt=0, lt=30)] = 25.0
     """Seconds from the prefill answer to sending the decode leg; later the blocks' lease (30 s) may have ended."""
     probe_interval: Seconds = 2.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
@@ -91,6 +92,8 @@ class Engine:
         """Event loop time, like the next two: when the first of those looks began."""
         self.busy_until = 0.0
         self.ejected_until = 0.0
+        self.lost_at = -math.inf
+        """When it last went out of rotation without having been asked to."""
         self._num_faults = 0
         self._faulted_at = 0.0
         self._num_ejections = 0
@@ -229,11 +232,19 @@ class Engine:
         self._num_faults = 0
         self.turn_to("ejected", why)
 
+    def hurry(self) -> None:
+        """Nobody else is left: if it answers the next look it is tried, whatever it was ejected for."""
+        if self.health == "ejected":
+            self.ejected_until = min(self.ejected_until, self._time())
+            self.doubt.set()
+
     def spare(self, seconds: float) -> None:
         """It says that it has too much to do."""
         self.busy_until = self._time() + min(seconds, MAX_BUSY_SECONDS)
 
     def turn_to(self, health: Health, why: str) -> None:
+        if health == "ejected" and self.health != "ejected":
+            self.lost_at = self._time()
         self.health = health
         self.tell(why)
 

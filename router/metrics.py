@@ -75,6 +75,11 @@ class Metrics:
             name("retries_refused"), "Turns not tried again: too many were of late, for so few turns.", ["leg"]
         )
         self.waiting = Gauge(name("turns_waiting"), "Turns that wait for room in a pool.", ["pool"], registry=registry)
+        self.outage_waits = counts(
+            name("outage_waits"),
+            "Turns that waited for an engine of a pool to come back: none was in rotation.",
+            ["pool"],
+        )
         self.handoff_missing = counts(
             name("kv_handoff_missing"),
             "Prefill answers without usable transfer params: the decode engine prefilled again.",

@@ -10,7 +10,17 @@ from typing import Final, Literal, NamedTuple, get_args
 from connectors.wire.openai import APIError, model_not_found, unavailable
 from router.capabilities import mismatch
 from router.choose import Candidate, choose
+from router.member import Role
 from router.verify import Why
+
+
+class NoEngine(APIError):
+    """503: none of the engines of a pool that list the model is in rotation."""
+
+    def __init__(self, role: Role, message: str) -> None:
+        like = unavailable(message)
+        super().__init__(like.status, message, type=like.type, headers=like.headers)
+        self.role = role
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,5 +214,5 @@ def _check_model(model: str, prefill: Sequence[Candidate], decode: Sequence[Cand
     raise model_not_found(model)
 
 
-def _nobody(role: str, model: str) -> APIError:
-    return unavailable(f"No {role} engine is ready for `{model}` now. Try again in a moment.")
+def _nobody(role: Role, model: str) -> NoEngine:
+    return NoEngine(role, f"No {role} engine is ready for `{model}` now. Try again in a moment.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -65,6 +66,7 @@ class Pool:
         self.on_leave: list[Member] = []
         self.on_change: list[Callable[[], None]] = []
         """Of the state of any engine."""
+        self._waiting: set[asyncio.Future[None]] = set()
 
     # Who belongs to it.
 
@@ -146,6 +148,19 @@ class Pool:
     def _changed(self) -> None:
         for told in self.on_change:
             told()
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting.clear()
+
+    async def change(self) -> None:
+        """Wait until the state of any engine is another."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
 
     def _list(self) -> None:
         self.prefill = tuple(one for one in self._members.values() if one.role == "prefill")

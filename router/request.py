@@ -87,7 +87,9 @@ class Turn:
     avoid: set[str] = field(default_factory=set)
     """Engines that failed this turn."""
     faults: Counter[str] = field(default_factory=Counter)
-    """How many, by role."""
+    """How many, by role, of engines that had the request."""
+    unsent: Counter[str] = field(default_factory=Counter)
+    """And of those that never took it on."""
     excused: bool = False
     """A decode engine has failed it at the blocks it was given, and was asked again."""
     engine: Engine | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from connectors.wire.openai import APIError
 from router.context import Router
 from router.faults import EngineFault, gone_for_now
+from router.outage import is_short
 from router.request import Turn
-from router.route import plan_turn
 
 MAX_FAULTS: Final = 2  # of either leg; a request that has killed two engines must not meet a third
+MAX_UNSENT: Final = 8  # engines of a role that could not be reached or had no room
 
 log = logging.getLogger("router.turn")
 
@@ -31,22 +31,23 @@ def excuse(turn: Turn, fault: EngineFault) -> None:
 def retry(router: Router, turn: Turn, fault: EngineFault) -> None:
     """Go on without the engine that failed, or raise the fault if it was the second of its role or nobody is left.
 
-    One that broke off is asked again if there is no other: only the connection may have been cut. If it has crashed it
-    cannot be reached now.
+    One that broke off or cannot be reached is asked again if there is no other: only the connection may have been cut,
+    or it is being restarted.
     """
     if fault.may_be_blocks:
         # Likely it could not load the blocks it was given, which says nothing against the engine. They are gone now.
         _count(router, fault)
         return
-    turn.faults[fault.engine.role] += 1
-    if turn.faults[fault.engine.role] == MAX_FAULTS:
+    of_role = turn.unsent if fault.unsent else turn.faults
+    of_role[fault.engine.role] += 1
+    if turn.faults[fault.engine.role] == MAX_FAULTS or turn.unsent[fault.engine.role] == MAX_UNSENT:
         raise fault
     turn.avoid.add(fault.engine.url)
-    if not _can_go_on(router, turn):
-        if fault.kind != "disconnected":
+    if not is_short(router, turn):
+        if fault.kind not in ("disconnected", "unreachable"):
             raise fault
         turn.avoid.discard(fault.engine.url)
-        if not _can_go_on(router, turn):
+        if not is_short(router, turn):
             raise gone_for_now(fault.engine) from fault
     _count(router, fault)
     failed = {"role": fault.engine.role, "engine": fault.engine.name, "fault": fault.kind}
@@ -59,11 +60,3 @@ def _count(router: Router, fault: EngineFault) -> None:
         router.metrics.retries_refused.add(fault.engine.role)
         raise fault
     router.metrics.retries.add(fault.engine.role)
-
-
-def _can_go_on(router: Router, turn: Turn) -> bool:
-    try:
-        plan_turn(router, turn)
-    except APIError:
-        return False
-    return True

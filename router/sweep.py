@@ -1,7 +1,8 @@
 """Gives back the blocks of conversations that did not go on, just before their records expire.
 
-vLLM's decode engine keeps blocks for a next turn until their lease ends. Once the record that offers them is gone nobody
-can ask for them any more, so they need not wait for that. (An engine of ours is told beforehand how long they are of use.)
+vLLM's decode engine keeps blocks for a next turn until their lease ends. Once the record that offers them is gone
+nobody can ask for them any more, so they need not wait for that. (An engine of ours is told beforehand for how long
+they are of use.)
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.faults import EngineFault
 from router.member import Engine
+from router.outage import plan_in_time
 from router.plan import Plan
 from router.relay import StreamRelay
 from router.report import Report
@@ -134,7 +135,7 @@ async def plan_with_room(router: Router, turn: Turn, prefilled: Prefilled | None
     """The plan, and whether the prompt is to be prefilled: then there is room for it in the pool. If that took time,
     other engines may be the better ones by now."""
     gate = router.prefill_gate
-    plan = plan_turn(router, turn)
+    plan = await plan_in_time(router, turn)
     is_due = is_prefill_due(router, plan, prefilled)
     if is_due and await enter(router, turn, gate):
         try:

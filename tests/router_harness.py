@@ -131,6 +131,7 @@ async def router_over(
         return tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
 
     settings.setdefault("redis_timeout", 2.0)  # the machine that runs the tests may be busy
+    settings.setdefault("outage_wait", 0.0)  # what nobody can serve is to fail at once, unless a test is about it
     config = RouterConfig(port=0, prefill=urls(prefill), decode=urls(decode), redis=redis, **settings)
     runner = make_runner(config)
     await runner.setup()

@@ -74,7 +74,8 @@ def _kv_params(raw: object, serving: Serving, may_offer: bool) -> tuple[KVTransf
         return KVTransferParams(), None  # nobody's hand-off: ids would only be a way around the chat template
     ids = _prompt_ids(raw.get(_IDS) if isinstance(raw, dict) else None, serving.vocab_size)
     if alone:
-        return KVTransferParams.for_decode_alone(max_prefill_tokens=params.max_prefill_tokens), ids
+        known = KVTransferParams.for_decode_alone(max_prefill_tokens=params.max_prefill_tokens)
+        return known if params.remote_blocks_ttl is None else known.kept_for(params.remote_blocks_ttl), ids
     if serving.kv is None:
         raise WireError(KV, "this engine runs without a KV connector; start it with --role")
     serving.kv.connector.check(params)

@@ -237,7 +237,7 @@ async def test_prefill_answer_without_usable_params(front: Front, p: StubEngine,
     p.scripts.append(without)
     before = await front.metric("backhaul_router_kv_handoff_missing_total", endpoint="chat")
     assert (await front.post(CHAT)).status == 200
-    alone = KVTransferParams.for_decode_alone().with_(prompt_token_ids=PROMPT_IDS)
+    alone = KVTransferParams.for_decode_alone().with_(prompt_token_ids=PROMPT_IDS, remote_blocks_ttl=480.0)
     assert d.bodies[0]["kv_transfer_params"] == alone.to_json()
     assert await front.metric("backhaul_router_kv_handoff_missing_total", endpoint="chat") == before + 1
 

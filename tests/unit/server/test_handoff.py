@@ -123,7 +123,7 @@ async def test_ids_of_one_prompt_are_not_for_several(decode: Stage, prompts: lis
 async def test_offer_asked_for_reaches_the_engine(decode: Stage, both: Stage) -> None:
     for stage in (decode, both):
         for path, prompt in PROMPTS.items():
-            for extra in ({}, {"max_prefill_tokens": 5}):
+            for extra in ({}, {"max_prefill_tokens": 5}, {"remote_blocks_ttl": 60.0}):
                 status, _ = await stage.post(path, prompt | {"kv_transfer_params": ALONE | extra})
                 assert status == 200
                 params = stage.submitted[-1].kv_transfer_params
