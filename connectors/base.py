@@ -5,13 +5,27 @@ The four scheduler hooks keep the names a vLLM reader knows. All are called on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from hashlib import blake2b
+from typing import Any, Protocol
 
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import ECTransferParams, KVTransferParams
+
+
+class Picture(Protocol):
+    """The part of a picture in a request that a connector sees."""
+
+    @property
+    def identifier(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def modality(self) -> str: ...
 
 
 class TransferRequest(Protocol):
@@ -33,6 +47,10 @@ class TransferRequest(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def num_external_tokens(self) -> int: ...
+    @property
+    def media(self) -> Sequence[Picture]:
+        """In the order of their places; one that appears twice is there twice."""
+
     @property
     def handed_off(self) -> bool:
         """True if the request finished in a way that leaves KV worth holding (stopped or length)."""
@@ -134,19 +152,125 @@ class Connector(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class EncodingKey:
+    """What an encoding is found by: its name, and its size, which who names it wrongly gets wrong."""
+
+    identifier: str
+    num_rows: int
+
+    @classmethod
+    def of(cls, picture: Picture) -> EncodingKey:
+        return cls(picture.identifier, picture.num_rows)
+
+    def block_names(self, rows_per_block: int) -> list[bytes]:
+        """What each of its blocks holds: content hashes, made of the name of the whole."""
+        count = -(-self.num_rows // rows_per_block)
+        return [
+            blake2b(f"{part}/{count} {self.num_rows} {self.identifier}".encode(), digest_size=16).digest()
+            for part in range(count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingLoaded:
+    """An encoding has been read into the blocks that were given for it."""
+
+    key: EncodingKey
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingFailed:
+    """An encoding did not come. Its blocks are free, or `kept`: a transfer may still write to them, and they are not to
+    be freed before a BlocksReleased names them."""
+
+    key: EncodingKey
+    kept: bool = False
+
+
+ECOutcome = EncodingLoaded | EncodingFailed | BlocksReleased | BlocksClaimed
+
+
 class ECConnector(Protocol):
-    """Scheduler-side hooks by which encoder output comes from, and stays for, other engines."""
+    """Scheduler-side hooks by which encoder output comes from, and stays for, other engines. What vLLM has too has its
+    name there; see `connectors/ec.py` for the real one."""
+
+    def on_new_request(self, request: TransferRequest) -> None:
+        """A request with pictures came in: note what others have announced to it."""
+
+    def has_cache_item(self, request: TransferRequest, picture: Picture) -> bool:
+        """Whether another engine has announced this encoding to this request, in a form that can be used, and was not
+        asked for it yet."""
+
+    def why_not(self, request: TransferRequest, picture: Picture) -> str | None:
+        """For metrics and messages: why `has_cache_item` is false; None if nobody has announced it."""
+
+    def update_state_after_alloc(self, request: TransferRequest, picture: Picture, block_ids: Sequence[int]) -> None:
+        """There are blocks for the encoding: queue its pull."""
+
+    def update_state_after_free(self, key: EncodingKey) -> bool:
+        """Nobody waits any longer for the encoding that is being pulled. True if a transfer may still write to its
+        blocks: a BlocksReleased names them later."""
+
+    def build_connector_meta(self) -> None:
+        """End of scheduling: hand the pulls of this step to the transport."""
 
     def request_finished(self, request: TransferRequest) -> ECTransferParams | None:
         """The request ended, its encoder output still in the cache. Returns the params for the answer. Called after
         the KV connector's hook and before anything of the request is freed."""
 
+    def revoke(self) -> BlocksReleased | None:
+        """Room is needed: give up the oldest announcement that nobody reads; None if there is none."""
+
+    def settle(self, event: TransferEvent) -> Sequence[ECOutcome]:
+        """Turn a transport's event into what the scheduler must do."""
+
+    def lease_changes(self, now: float) -> Sequence[ECOutcome]:
+        """Announcements that a reader has claimed since the last call, or that ran out by `now`."""
+
+    def next_wakeup(self) -> float | None: ...
+
+    def close(self) -> None: ...
+
 
 class NullECConnector:
-    """An engine that encodes nothing for others."""
+    """An engine that neither encodes for others nor asks them."""
+
+    def on_new_request(self, request: TransferRequest) -> None:
+        pass
+
+    def has_cache_item(self, request: TransferRequest, picture: Picture) -> bool:
+        return False
+
+    def why_not(self, request: TransferRequest, picture: Picture) -> str | None:
+        return None
+
+    def update_state_after_alloc(self, request: TransferRequest, picture: Picture, block_ids: Sequence[int]) -> None:
+        raise AssertionError("nothing is loaded")
+
+    def update_state_after_free(self, key: EncodingKey) -> bool:
+        return False
+
+    def build_connector_meta(self) -> None:
+        pass
 
     def request_finished(self, request: TransferRequest) -> ECTransferParams | None:
         return None
+
+    def revoke(self) -> BlocksReleased | None:
+        return None
+
+    def settle(self, event: TransferEvent) -> Sequence[ECOutcome]:
+        return ()
+
+    def lease_changes(self, now: float) -> Sequence[ECOutcome]:
+        return ()
+
+    def next_wakeup(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 class NullConnector:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from connectors.peer import PeerClient, PeerError, PeerUnreachable
+from connectors.peer import PeerClient, PeerError, PeerUnreachable, Service
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Lane:
     """Owned by one thread, which alone calls `call` and `close`. Answers are given on the lane's thread."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._client = PeerClient(host, port)
+    def __init__(self, host: str, port: int, service: Service = "kv") -> None:
+        self._client = PeerClient(host, port, service)
         self._name = f"peer-{host}:{port}"
         self._broken_off = False
         self._closed = False

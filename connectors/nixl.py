@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from connectors.nixl_agent import Memory, NixlAgent
-from connectors.peer import AgentInfo
+from connectors.peer import AgentInfo, Service
 from connectors.puller import NOTIFICATION_PREFIX, Puller
 from connectors.transport import Emit, LeaseReleased, Peer, Pull, PullFailed
 
@@ -36,6 +36,7 @@ CLOSE_SECONDS = 2.0
 """What reads and messages under way get to end by themselves when the engine stops."""
 JOIN_TIMEOUT = 30.0
 MAX_NOTIFICATION_BYTES = 4096
+SERVICES: dict[Service, str] = {"kv": "KV", "ec": "encodings"}
 
 
 class TransportError(Exception):
@@ -68,8 +69,10 @@ class NixlTransport:
         on_failure: Callable[[str], None] = lambda reason: None,
         transfer_timeout: float = 20.0,
         handshake_timeout: float = 5.0,
+        service: Service = "kv",
     ) -> None:
-        """Offer `num_blocks` blocks of `block_bytes` at `base_address`, which must stay there until `close` returns.
+        """Offer `num_blocks` blocks of `block_bytes` at `base_address`, which must stay there until `close` returns;
+        `service` is what they are to peers.
 
         `emit`, `claims_open` and `on_failure` are called on the transfer thread, the last when it breaks down: every
         pull then fails, and no reader is heard any more. `claims_open` says whether a peer may be reading
@@ -79,6 +82,7 @@ class NixlTransport:
         Raises TransportError.
         """
         self._emit = emit
+        self._service: Service = service
         self._claims_open = claims_open
         self._on_failure = on_failure
         self._transfer_timeout = transfer_timeout
@@ -194,6 +198,7 @@ class NixlTransport:
                 post=self._actions.put,
                 transfer_timeout=self._transfer_timeout,
                 handshake_timeout=self._handshake_timeout,
+                service=self._service,
             )
         except Exception as error:
             self._start_error = error
@@ -206,7 +211,7 @@ class NixlTransport:
         except Exception as error:
             logger.exception("transfer thread failed; pulls fail from now on")
             self.failed = True
-            self._on_failure(f"KV can no longer be exchanged: {type(error).__name__}: {error}")
+            self._on_failure(f"{SERVICES[self._service]} can no longer be exchanged: {type(error).__name__}: {error}")
         finally:
             self._end(agent, puller)
 

@@ -20,6 +20,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 MAX_ANSWER_BYTES = 4 << 20
 MAX_REASON_CHARS = 200
+Service = Literal["kv", "ec"]
+"""What is exchanged: KV, or the encoder cache. The first part of the paths."""
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -66,7 +68,7 @@ class _Answer(BaseModel):
 
 
 class AgentInfo(_Answer):
-    """`GET /kv/agent`: identity, layout, and how to reach the peer's memory."""
+    """`GET /kv/agent`, or `/ec/agent`: identity, layout, and how to reach the peer's memory."""
 
     version: Annotated[int, Field(ge=1, le=1)]
     """1: claim, read, release."""
@@ -134,31 +136,32 @@ class PeerClient:
     Deadlines are in the seconds of time.monotonic.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, service: Service = "kv") -> None:
         self._host = host
         self._port = port
+        self._service = service
         self._connection: _Connection | None = None
 
     def agent(self, deadline: float) -> AgentInfo:
-        return self._ask(AgentInfo, "GET", "/kv/agent", None, deadline)
+        return self._ask(AgentInfo, "GET", f"/{self._service}/agent", None, deadline)
 
     def claim(self, engine_id: str, request_id: str, reader: str, deadline: float) -> Claim:
         body = {"engine_id": engine_id, "request_id": request_id, "reader": reader}
         sent_at = time.monotonic()
-        answer = self._ask(_ClaimAnswer, "POST", "/kv/claim", body, deadline)
+        answer = self._ask(_ClaimAnswer, "POST", f"/{self._service}/claim", body, deadline)
         valid_until = sent_at + answer.valid_for
         return Claim(tuple(answer.block_ids), tuple(answer.block_hashes), answer.claim_id, sent_at, valid_until)
 
     def renew(self, engine_id: str, request_ids: Sequence[str], deadline: float) -> int:
         body = {"engine_id": engine_id, "request_ids": list(request_ids)}
-        return self._ask(_RenewAnswer, "POST", "/kv/renew", body, deadline).renewed
+        return self._ask(_RenewAnswer, "POST", f"/{self._service}/renew", body, deadline).renewed
 
     def release(self, engine_id: str, request_id: str, deadline: float, claim_id: str | None = None) -> bool:
         """Nobody will read. The reader that has a claim names it; without it a claimed lease is left alone."""
         body = {"engine_id": engine_id, "request_id": request_id}
         if claim_id is not None:
             body["claim_id"] = claim_id
-        return self._ask(_ReleaseAnswer, "POST", "/kv/release", body, deadline).released
+        return self._ask(_ReleaseAnswer, "POST", f"/{self._service}/release", body, deadline).released
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -24,7 +24,7 @@ from enum import Enum
 
 from connectors.agent import Agent, AgentError, PeerLost, Read, Remote
 from connectors.lane import Lane
-from connectors.peer import AgentInfo, Claim, PeerClient, PeerError, Refused
+from connectors.peer import AgentInfo, Claim, PeerClient, PeerError, Refused, Service
 from connectors.transport import Emit, Peer, Pull, PullDone, PullFailed, PullStalled
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,10 @@ class Puller:
         post: Callable[[Callable[[], None]], None],
         transfer_timeout: float,
         handshake_timeout: float,
+        service: Service = "kv",
     ) -> None:
         self._agent = agent
+        self._service = service
         self._me = me
         self._emit = emit
         self._post = post
@@ -227,7 +229,7 @@ class Puller:
         if peer is None:
             if len(self._peers) >= MAX_PEERS and not self._make_room():
                 return None
-            peer = self._peers[key] = _Peer(key, Lane(key.host, key.port), now)
+            peer = self._peers[key] = _Peer(key, Lane(key.host, key.port, self._service), now)
         peer.last_used = now
         return peer
 

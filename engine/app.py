@@ -55,6 +55,10 @@ PEERS = (
     web.post("/kv/claim", kv.claim),
     web.post("/kv/renew", kv.renew),
     web.post("/kv/release", kv.release),
+    web.get("/ec/agent", kv.agent),
+    web.post("/ec/claim", kv.claim),
+    web.post("/ec/renew", kv.renew),
+    web.post("/ec/release", kv.release),
 )
 CLIENT_LEFT = 499
 """Never sent; what proxies log for it."""

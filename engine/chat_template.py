@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -56,7 +56,7 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message, parts=self.takes_parts) for message in messages]
         final = _mark_end(plain) if continue_final_message else None
         rendered = self._run(
             {"documents": None}
@@ -64,6 +64,20 @@ class ChatTemplate:
             | {"messages": plain, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         )
         return rendered if final is None else _cut_at_end(rendered, final)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether what is said is seen only as a list of parts, as it is in the templates of some models that see."""
+        probe = "a probe"
+
+        def shows(content: object) -> bool:
+            try:
+                text = self._run({"messages": [{"role": "user", "content": content}], "add_generation_prompt": False})
+            except ChatTemplateError:
+                return False
+            return probe in text and "'type'" not in text
+
+        return not shows(probe) and shows([{"type": "text", "text": probe}])
 
     def _run(self, variables: dict[str, Any]) -> str:
         pieces = []
@@ -89,14 +103,18 @@ def compiled(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: no nulls, content a string, tool-call arguments an object.
+def _plain(message: Message, *, parts: bool) -> dict[str, Any]:
+    """A message as templates expect it: no nulls, content a string, or parts, tool-call arguments an object.
 
     Clients send nulls for what does not apply, lists of text parts, and arguments as the JSON string the API gave them.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.setdefault("content", "")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+    if parts:
+        plain["content"] = (
+            content if isinstance(content, list) and content else [{"type": "text", "text": content or ""}]
+        )
+    elif isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         plain["content"] = "\n".join(str(part["text"]) for part in content)
     if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [_plain_tool_call(call) for call in calls]
@@ -118,10 +136,13 @@ def _plain_tool_call(call: Any) -> Any:
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
     content = messages[-1]["content"] if messages else None
-    if not isinstance(content, str) or not content.strip():
+    parts = content if isinstance(content, list) else []
+    text = parts[-1].get("text") if parts else content
+    if not isinstance(text, str) or not text.strip():
         raise ChatTemplateError("continue_final_message needs a last message with text to continue")
-    messages[-1] = messages[-1] | {"content": content + _END}
-    return content
+    marked = text + _END
+    messages[-1] = messages[-1] | {"content": [*parts[:-1], {"type": "text", "text": marked}] if parts else marked}
+    return text
 
 
 def _cut_at_end(rendered: str, final: str) -> str:

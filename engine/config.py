@@ -44,11 +44,51 @@ class KVTransferConfig(_Settings):
     kv_connector_extra_config: KVConnectorExtraConfig = KVConnectorExtraConfig()
 
 
+class ECConnectorExtraConfig(_Settings):
+    """Settings of the encoder-cache connector."""
+
+    ec_lease_duration: Seconds = 30.0
+    """Seconds an encoder keeps what it has announced, unless it needs the room before and nobody is reading."""
+    ec_wait_timeout: Seconds = 60.0
+    """Seconds a request waits for encodings from other engines, all tries together; then it is encoded here."""
+    transfer_timeout: Seconds = 20.0
+    """Seconds from claiming an encoding to having read it."""
+    handshake_timeout: Seconds = 5.0
+    """Seconds for one HTTP exchange with a peer."""
+
+
+class ECTransferConfig(_Settings):
+    """`--ec-transfer-config`, as JSON or field by field."""
+
+    ec_connector: Literal["NixlECConnector", "ECCPUConnector"] | None = None
+    """What moves encodings: NIXL, whichever of the names is given (the second is vLLM's). Default: NIXL for the roles
+    encode, prefill and decode, if the model takes pictures; none for both."""
+    ec_role: Literal["ec_producer", "ec_consumer", "ec_both"] | None = None
+    """ec_producer: announce the encodings of every request's pictures; ec_consumer: fetch those that are announced;
+    ec_both: either. Default: ec_producer for the role encode, else ec_consumer. What the engine does beside that is
+    said by --role alone."""
+    ec_ip: str | None = None
+    """Host under which peers reach what is announced. Default: VLLM_EC_SIDE_CHANNEL_HOST or
+    VLLM_NIXL_SIDE_CHANNEL_HOST from the environment, else as for KV."""
+    ec_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A port of its own for that, on which this engine listens too. Default: VLLM_EC_SIDE_CHANNEL_PORT or
+    VLLM_NIXL_SIDE_CHANNEL_PORT from the environment, else the port of the API."""
+    ec_connector_extra_config: ECConnectorExtraConfig = ECConnectorExtraConfig()
+
+
+class MediaLimits(_Settings):
+    """`--limit-mm-per-prompt`, as JSON or field by field."""
+
+    image: Annotated[int, Field(ge=0)] = 16
+    """Pictures that one request may bring; 0: none, whatever the model sees."""
+
+
 class EngineConfig(_Settings):
     model: str
     """A GGUF file or a Hugging Face folder (config.json, safetensors, tokenizer.json)."""
-    role: Literal["prefill", "decode", "both"] = "both"
-    """Prefill engines hold KV for decode engines; decode engines pull it; both does everything alone, or either."""
+    role: Literal["prefill", "decode", "both", "encode"] = "both"
+    """Prefill engines hold KV for decode engines; decode engines pull it; both does everything alone, or either. Encode
+    engines load no more of a model than sees pictures, and answer with where the encodings are."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8100
@@ -81,6 +121,29 @@ class EngineConfig(_Settings):
     """Alternatives per token that a request may ask the log probabilities of."""
     max_body_bytes: Positive = 64 << 20
     """Largest request body, after decompression."""
+    limit_mm_per_prompt: MediaLimits = MediaLimits()
+    max_media_bytes: Positive = 20 << 20
+    """Largest picture, as a file."""
+    max_image_pixels: Positive = 1 << 25
+    """Largest picture, width times height: what it takes to decode one is four bytes for each."""
+    mm_processor_cache_gb: Annotated[float, Field(ge=0)] = 0.25
+    """Memory for pictures that are prepared: the next turn of a conversation brings the same again. 0: none."""
+    allowed_media_hosts: tuple[str, ...] = ()
+    """Hosts from which pictures are fetched, as they stand in URLs; host:port for a port that is not the scheme's own;
+    * for any. Default: none, pictures come in data URLs."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """The same under the name vLLM has for it; both count."""
+    allowed_media_networks: tuple[str, ...] = ()
+    """Networks such as 10.0.0.0/8, not public, in which these hosts may be. Default: only public addresses, so that
+    no request reads what only this machine can reach."""
+    media_fetch_timeout: Seconds = 5.0
+    """Seconds to fetch one picture."""
+    enable_mm_embeds: bool = False
+    """Take encodings from clients in place of pictures (`image_embeds` parts with a tensor). Whoever can send them can
+    make the model see anything."""
+    encoder_cache_bytes: Positive | None = None
+    """Memory for encoded pictures, of a model that takes them; default: room for 2 sequences of max_model_len that are
+    nothing but pictures, at most a sixteenth of free memory."""
     kv_cache_memory_bytes: Positive | None = None
     """Size of the KV arena; default: room for 2 sequences of max_model_len, at most a quarter of free memory."""
     num_gpu_blocks_override: Positive | None = None
@@ -98,6 +161,7 @@ class EngineConfig(_Settings):
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """How it writes its thoughts: think, between <think> and </think>; auto: so if its chat template knows them."""
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
+    ec_transfer_config: ECTransferConfig = ECTransferConfig()
     seal_key: SecretStr | None = None
     """Secret of router and engines, at least 16 characters: transfer params count only if sealed with it. Give it
     in the environment or a file, where other users cannot see it."""
@@ -116,4 +180,20 @@ class EngineConfig(_Settings):
 
     @property
     def kv_transfer_enabled(self) -> bool:
+        if self.role == "encode":
+            return False
         return self.role != "both" or self.kv_transfer_config.kv_connector is not None
+
+    @property
+    def ec_transfer_enabled(self) -> bool:
+        """If the model takes pictures."""
+        config = self.ec_transfer_config
+        return self.role != "both" or config.ec_connector is not None or config.ec_role is not None
+
+    @property
+    def announces_encodings(self) -> bool:
+        return self.role == "encode" or self.ec_transfer_config.ec_role in ("ec_producer", "ec_both")
+
+    @property
+    def fetches_encodings(self) -> bool:
+        return self.role != "encode" and self.ec_transfer_config.ec_role in (None, "ec_consumer", "ec_both")

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from connectors.base import Connector
+from connectors.transport import TransferEvent
 from engine.batch import Batch, StepResult
-from engine.messages import Inbox, Output, Shutdown, Stop, Submit
+from engine.media.schedule import MediaSchedule
+from engine.messages import EncoderTransfer, Inbox, Output, Shutdown, Stop, Submit
+from engine.request import Request
 from engine.runner import RunnerError
-from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,26 @@ class StepRunner(Protocol):
         came out is not fit to be sampled from."""
 
 
+class StepScheduler(Protocol):
+    """Says what each step computes; `engine.scheduler.Scheduler`, or that of an engine that only encodes pictures."""
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Every unfinished request."""
+
+    @property
+    def media(self) -> MediaSchedule: ...
+    def add(self, request: Request) -> None: ...
+    def stop(self, message: Stop) -> None: ...
+    def settle(self, event: TransferEvent) -> None: ...
+    def update_leases(self, now: float) -> None: ...
+    def fail(self, requests: Sequence[Request], message: str) -> None: ...
+    def abort_all(self) -> None: ...
+    def take_outputs(self) -> list[Output]: ...
+    def schedule(self) -> Batch | None: ...
+    def finish_step(self, batch: Batch, result: StepResult) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """One computed step."""
@@ -51,7 +73,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         runner: StepRunner,
         connector: Connector,
         inbox: SimpleQueue[Inbox],
@@ -88,6 +110,7 @@ class EngineCore:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         finally:
             self.connector.close()
+            self.scheduler.media.connector.close()
 
     def step(self) -> None:
         self.take_in()
@@ -141,7 +164,8 @@ class EngineCore:
         """Sleep until something comes in, a lease runs out or a heartbeat is due."""
         if self._shutdown:
             return
-        wakeup = self.connector.next_wakeup()
+        wakeups = (self.connector.next_wakeup(), self.scheduler.media.next_wakeup())
+        wakeup = min((at for at in wakeups if at is not None), default=None)
         seconds = MAX_IDLE_SECONDS if wakeup is None else min(MAX_IDLE_SECONDS, max(0.0, wakeup - self._clock()))
         try:
             message = self.inbox.get(timeout=seconds)
@@ -156,6 +180,8 @@ class EngineCore:
             self.scheduler.stop(message)
         elif isinstance(message, Shutdown):
             self._shutdown = True
+        elif isinstance(message, EncoderTransfer):
+            self.scheduler.media.settle(message.event)
         else:
             self.scheduler.settle(message)
 

@@ -17,9 +17,9 @@ LEASE_POLL = 0.05
 async def drain_when_told(worker: Worker, serving: Serving) -> None:
     """Wait for `worker.leaving`; then drain, for as long as `--drain-timeout` at most.
 
-    A prefill engine stays until the blocks it has handed over are read, given back or run out. What a decode engine
-    offers to a next turn, nobody has been promised: only a reader that is at work holds it up. Peers are answered all
-    the while.
+    A prefill engine stays until the blocks it has handed over are read, given back or run out, and whoever has
+    announced encodings until that is so of them. What a decode engine offers to a next turn, nobody has been promised:
+    only a reader that is at work holds it up. Peers are answered all the while.
     """
     await worker.leaving.wait()
     worker.draining = True
@@ -42,4 +42,7 @@ async def drain_when_told(worker: Worker, serving: Serving) -> None:
 
 def _num_awaited(serving: Serving) -> int:
     """Leases whose reader is on its way or at work, and can still read."""
-    return 0 if serving.kv is None or serving.kv.transport.failed else serving.kv.leases.num_held
+    kv, ec = serving.kv, serving.ec
+    blocks = 0 if kv is None or kv.transport.failed else kv.leases.num_held
+    encodings = 0 if ec is None or ec.transport.failed else len(ec.leases)
+    return blocks + encodings

@@ -34,7 +34,14 @@ class Shutdown:
     """Leave the loop; requests still running end as aborted."""
 
 
-Inbox = Submit | Stop | Shutdown | TransferEvent
+@dataclass(frozen=True, slots=True)
+class EncoderTransfer:
+    """Something happened at the transport of the encoder cache."""
+
+    event: TransferEvent
+
+
+Inbox = Submit | Stop | Shutdown | TransferEvent | EncoderTransfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,7 +60,8 @@ class EngineMetrics:
     def __init__(self, model_name: str, *, kv_transfer: bool = False) -> None:
         self._model_name = model_name
         self._kv_transfer = kv_transfer
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._last_token: dict[str, float] = {}
         """Per open request that has produced a token: when the latest came (monotonic)."""
 
@@ -96,11 +104,11 @@ class EngineMetrics:
 
     def watch(self, readings: Iterable[Reading]) -> None:
         """Read these at every scrape."""
-        self._registry.register(_Readings(list(readings), self._values))
+        self.registry.register(_Readings(list(readings), self._values))
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def submitted(self, request: Request) -> None:
         pass
@@ -158,15 +166,15 @@ class EngineMetrics:
         self._e2e.observe(now - request.arrival_time)
 
     def _counter(self, name: str, help: str) -> Counter:
-        return Counter(name, help, _LABELS, registry=self._registry).labels(*self._values)
+        return Counter(name, help, _LABELS, registry=self.registry).labels(*self._values)
 
     def _counters(self, name: str, help: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
         """One counter per value of `label`; all of them exist, at 0, from the start."""
-        family = Counter(name, help, (*_LABELS, label), registry=self._registry)
+        family = Counter(name, help, (*_LABELS, label), registry=self.registry)
         return {value: family.labels(*self._values, value) for value in values}
 
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, help, _LABELS, registry=self._registry, buckets=buckets).labels(*self._values)
+        return Histogram(name, help, _LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
 
 
 class _Readings(Collector):

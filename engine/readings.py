@@ -25,9 +25,9 @@ K = TypeVar("K", bound=str)
 def engine_readings(scheduler: Scheduler, tokenizer: Tokenizer, kv: KVConnector | None) -> Iterator[Reading]:
     yield Reading("gauge", "vllm:num_requests_running", "Requests being computed.", lambda: scheduler.num_running)
     yield Reading("gauge", "vllm:num_requests_waiting", "Requests waiting.", lambda: scheduler.num_waiting)
-    reason = "vllm:num_requests_waiting_by_reason", "Requests waiting, for room or for KV from elsewhere."
-    yield Reading("gauge", *reason, lambda: scheduler.num_waiting - len(scheduler.loading), (("reason", "capacity"),))
-    yield Reading("gauge", *reason, lambda: len(scheduler.loading), (("reason", "deferred"),))
+    reason = "vllm:num_requests_waiting_by_reason", "Requests waiting, for room or for what others have."
+    yield Reading("gauge", *reason, lambda: scheduler.num_waiting - scheduler.num_deferred, (("reason", "capacity"),))
+    yield Reading("gauge", *reason, lambda: scheduler.num_deferred, (("reason", "deferred"),))
     yield Reading("gauge", "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda: scheduler.kv_usage)
     yield Reading("counter", "vllm:num_preemptions", "Preempted requests.", lambda: scheduler.num_preemptions)
     yield Reading("counter", "backhaul_engine_tokenizer_calls", "Texts tokenized.", lambda: tokenizer.calls)
@@ -35,7 +35,7 @@ def engine_readings(scheduler: Scheduler, tokenizer: Tokenizer, kv: KVConnector 
     idle = "backhaul_engine_blocks_idle", "KV blocks kept for a next turn, unless a request here needs the room."
     held = "backhaul_engine_leases_held", "Finished requests whose blocks are held for other engines."
     yield Reading("gauge", *idle, lambda: scheduler.pool.num_idle)
-    yield from _by(
+    yield from readings_by(
         "backhaul_engine_handshake_failures",
         "Refused or failed handshakes with other engines, by reason.",
         "reason",
@@ -72,10 +72,10 @@ def _lease_readings(kv: KVConnector) -> Iterator[Reading]:
         ),
     ):
         yield Reading("counter", name, help, read)
-    yield from _by(
+    yield from readings_by(
         "backhaul_engine_leases_ended", "Leases that are over, by what ended them.", "by", FATES, leases.num_ended
     )
-    yield from _by(
+    yield from readings_by(
         "backhaul_engine_claims_refused",
         "Readers that were refused, by what had become of the lease.",
         "reason",
@@ -99,14 +99,14 @@ def _pull_readings(scheduler: Scheduler, kv: KVConnector) -> Iterator[Reading]:
             lambda stage=stage: scheduler.num_kv_fetch_by_stage[stage],  # type: ignore[misc]
             (("stage", stage),),
         )
-    yield from _by(
+    yield from readings_by(
         "backhaul_engine_kv_not_pulled",
         "Blocks on offer that were released unread, by reason.",
         "reason",
         NOT_PULLED,
         reader.num_not_pulled,
     )
-    yield from _by(
+    yield from readings_by(
         "backhaul_engine_kv_tokens_pulled",
         "Prompt tokens whose KV was pulled, by who had computed it.",
         "source",
@@ -126,6 +126,6 @@ def _pull_readings(scheduler: Scheduler, kv: KVConnector) -> Iterator[Reading]:
     yield Reading("counter", *dropped, lambda: kv.transport.num_messages_dropped)
 
 
-def _by(name: str, help: str, label: str, values: Iterable[K], counter: Counter[K]) -> Iterator[Reading]:
+def readings_by(name: str, help: str, label: str, values: Iterable[K], counter: Counter[K]) -> Iterator[Reading]:
     for value in values:
         yield Reading("counter", name, help, lambda value=value: counter[value], ((label, value),))  # type: ignore[misc]

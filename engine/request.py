@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from connectors.wire.transfer import ECTransferParams, KVTransferParams
 from engine.grammar import GrammarSpec, Matcher
-from engine.hashing import hash_block
+from engine.hashing import hash_block, with_media
 from engine.logprobs import TokenLogprobs
 from engine.media.item import MediaItem
 
@@ -175,14 +175,19 @@ class Request:
         size, hashes = self.block_size, self.block_hashes
         while (len(hashes) + 1) * size <= len(self.token_ids):
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else self.hash_seed
-            hashes.append(hash_block(parent, self.token_ids[start : start + size]))
+            hashes.append(self._hash(hashes, start, start + size))
 
     def hash_chain(self, num_tokens: int) -> list[bytes]:
         """Hashes of the blocks holding the first `num_tokens` tokens, the partial last one included."""
         full, rest = divmod(num_tokens, self.block_size)
         chain = self.block_hashes[:full]
         if rest:
-            parent = chain[-1] if chain else self.hash_seed
-            chain.append(hash_block(parent, self.token_ids[full * self.block_size : num_tokens]))
+            chain.append(self._hash(chain, full * self.block_size, num_tokens))
         return chain
+
+    def _hash(self, before: Sequence[bytes], start: int, stop: int) -> bytes:
+        """Of the block of tokens [start, stop), after those with these hashes."""
+        parent = before[-1] if before else self.hash_seed
+        if self.media:
+            parent = with_media(parent, self.media, start, stop)
+        return hash_block(parent, self.token_ids[start:stop])

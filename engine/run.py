@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from engine.address import advertised_host, is_loopback
+from engine.address import advertised_host, is_loopback, side_channel
 from engine.api.context import Worker
 from engine.app import make_app
 from engine.config import EngineConfig
@@ -43,11 +43,16 @@ def run_engine(config: EngineConfig) -> int:
         if config.json_file is not None:
             _clear(config.json_file)
         sock = bind(config.host, config.port)
+        port = sock.getsockname()[1]
+        socks = [sock]
+        if config.ec_transfer_enabled and config.announces_encodings:
+            _, side_port = side_channel(config, host, port)
+            if side_port != port:
+                socks.append(bind(config.host, side_port, "--ec-transfer-config.ec-port"))
     except StartError as error:
         return _cannot_start(error)
-    port = sock.getsockname()[1]
     worker = Worker(config)
-    server = HTTPServer(make_app(worker), sock)
+    server = HTTPServer(make_app(worker), *socks)
     server.start()
     try:
         # Only now: torch takes seconds to import, which a taken port should not cost, and health checks are answered.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from engine.kernels.library import Kernels, PackedLinear
 from engine.kv_cache import KVCache
 from engine.likelihood import token_logprobs
 from engine.logprobs import TokenLogprobs
+from engine.media.encoder import Encoder
 from engine.model.layers import KernelOps, TorchOps, compute_dtype
 from engine.model.llama import Llama
 from engine.model.loader import LoadedModel
@@ -55,14 +56,16 @@ class Runner:
         max_num_seqs: int,
         use_kernels: bool = True,
         activations: torch.dtype | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
-        """activations: their dtype, if not the one that suits the device best."""
+        """activations: their dtype, if not the one that suits the device best; encoder: of a model that sees."""
         config, device = loaded.config, cache.device
         integer = loaded.quantization == "int8"
         dtype = activations or (torch.float32 if integer else compute_dtype(cache.layout.dtype, device))
         self.cache = cache
         self.device = device
         self.block_size = cache.layout.block_size
+        self.encoder = encoder
         self.kernels = load_kernels() if use_kernels and device.type == "cpu" else None
         own = self.kernels if dtype == torch.float32 else None
         ops = TorchOps(dtype) if own is None else KernelOps(own, integer=integer)
@@ -88,6 +91,9 @@ class Runner:
     def run(self, batch: Batch) -> StepResult:
         """Compute and store the KV of every scheduled token, and sample for each request that samples. Raises
         RunnerError if the logits of any are not finite."""
+        self._encode(batch)
+        if not batch.scheduled:
+            return StepResult([])
         hidden, hidden_of_prompts = self._hidden(batch)
         prompt_logprobs = self._prompt_logprobs(batch, hidden_of_prompts)
         requests = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
@@ -113,7 +119,13 @@ class Runner:
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Compute and store the KV of every scheduled token; float32 [requests that sample, vocab_size]."""
+        self._encode(batch)
         return self.model.logits(self._hidden(batch)[0])
+
+    def _encode(self, batch: Batch) -> None:
+        if batch.encode:
+            assert self.encoder is not None, "pictures for a model that sees none"
+            self.encoder.encode(batch.encode, batch.encodings)
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What logits are made of: for each request that samples, and for each prompt token that is told about, both in
@@ -122,15 +134,29 @@ class Runner:
             self.kernels.use_torch_threads()
         # Sequences of one token first: the decode kernel takes them as one slice.
         order = sorted(range(len(batch.scheduled)), key=lambda index: batch.scheduled[index].num_tokens > 1)
-        token_ids, step, last_rows = self._inputs([batch.scheduled[index] for index in order])
+        ordered = [batch.scheduled[index] for index in order]
+        token_ids, step, last_rows = self._inputs(ordered)
         row_of = dict(zip(order, last_rows, strict=True))
         rows = [row_of[index] for index, scheduled in enumerate(batch.scheduled) if scheduled.samples]
         num_sampling = len(rows)
         for index, scheduled in enumerate(batch.scheduled):
             first = row_of[index] - scheduled.num_tokens + 1
             rows += range(first, first + scheduled.num_prompt_logprobs)
-        hidden = self.model.hidden(token_ids, step, self._tensor(np.array(rows, dtype=np.int64)))
+        given = self._given(ordered, last_rows, batch.encodings) if batch.encodings else None
+        hidden = self.model.hidden(token_ids, step, self._tensor(np.array(rows, dtype=np.int64)), given)
         return hidden[:num_sampling], hidden[num_sampling:]
+
+    def _given(
+        self, ordered: Sequence[ScheduledRequest], last_rows: Sequence[int], encodings: Mapping[str, Sequence[int]]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Of placeholders among the tokens, their places, and the rows of encodings that stand in for them."""
+        assert self.encoder is not None, "encodings for a model that sees none"
+        starts = [last - each.num_tokens + 1 for each, last in zip(ordered, last_rows, strict=True)]
+        found = self.encoder.rows(ordered, starts, encodings)
+        if found is None:
+            return None
+        places, rows = found
+        return self._tensor(np.array(places, dtype=np.int64)), rows
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         """By request id. Slice by slice: logits of a whole prompt at once could be gigabytes."""

@@ -21,11 +21,9 @@ from connectors.base import (
     BlocksReleased,
     Connector,
     ConnectorOutcome,
-    ECConnector,
     Hold,
     Loaded,
     LoadFailed,
-    NullECConnector,
 )
 from connectors.transport import TransferEvent
 from connectors.wire.transfer import WireError
@@ -34,6 +32,8 @@ from engine.batch import Batch, ScheduledRequest, StepResult
 from engine.block_tables import BlockTables, num_blocks_owed
 from engine.blocks import BlockPool
 from engine.logprobs import TokenLogprobs
+from engine.media.cache import EncoderCacheManager
+from engine.media.schedule import Availability, EncodingUnavailable, MediaSchedule
 from engine.messages import Output, Stop
 from engine.request import Request, RequestStatus
 
@@ -49,7 +49,7 @@ class Scheduler:
         max_model_len: int,
         pool: BlockPool,
         connector: Connector,
-        ec_connector: ECConnector | None = None,
+        media: MediaSchedule | None = None,
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         clock: Callable[[], float] = time.monotonic,
@@ -59,7 +59,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pool = pool
         self.connector = connector
-        self.ec_connector = ec_connector or NullECConnector()
+        self.media = media or MediaSchedule(EncoderCacheManager(1, 1))
+        self.ec_connector = self.media.connector
         self.tables = BlockTables(pool, connector, enable_prefix_caching=enable_prefix_caching)
         self._rank = _by_priority if policy == "priority" else _by_arrival
         self._clock = clock
@@ -88,7 +89,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.loaded)
+        return len(self.waiting) + len(self.loaded) + self.num_deferred
+
+    @property
+    def num_deferred(self) -> int:
+        """Those of them that wait for what other engines have."""
+        return len(self.loading) + len(self.media.fetching)
 
     @property
     def kv_usage(self) -> float:
@@ -115,7 +121,9 @@ class Scheduler:
         except WireError as error:
             self._fail(request, str(error), status=400)
             return
-        if obstacle := limits.obstacle(request, self.max_model_len, self.pool.num_blocks):
+        self.media.connector.on_new_request(request)
+        obstacle = limits.obstacle(request, self.max_model_len, self.pool.num_blocks)
+        if obstacle := obstacle or self.media.obstacle(request):
             self._fail(request, obstacle, status=400)
             return
         # Said at once, rather than after it has queued.
@@ -123,6 +131,11 @@ class Scheduler:
         if relies_on_cache and (miss := limits.cache_miss(request, len(self.tables.match(request)))):
             self._fail(request, miss, status=409)
             return
+        if request.media:  # to be fetched while it waits, as far as is known by now
+            num_local = len(self.tables.match(request)) * request.block_size
+            num_have = num_local + self.tables.num_loadable(request, num_local)[0]
+            if self._encodings(request, num_have, is_next=False) in (Availability.UNDER_WAY, Availability.NEVER):
+                return
         insort_right(self.waiting, request, key=self._rank)
 
     def stop(self, message: Stop) -> None:
@@ -147,6 +160,7 @@ class Scheduler:
         """Note which blocks held for other engines were claimed, and free those held until `now` (monotonic
         seconds)."""
         self._apply(self.connector.lease_changes(now))
+        self.media.update_leases(now)
 
     def fail(self, requests: Sequence[Request], message: str) -> None:
         """End requests with an error, for instance because the step that computed them failed."""
@@ -168,14 +182,19 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step's work, or None if nothing can be computed until something comes in from outside."""
         scheduled: list[ScheduledRequest] = []
+        self.media.begin_step()
+        for request in reversed(self.media.take_arrived()):
+            insort_left(self.waiting, request, key=self._rank)
         budget = self._schedule_running(scheduled)
         self._admit(scheduled, budget)
         self.connector.build_connector_meta()
-        return Batch(scheduled) if scheduled else None
+        self.media.connector.build_connector_meta()
+        return self.media.batch(scheduled) if scheduled else None
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
         """The batch was computed, with this result."""
         tokens = iter(result.token_ids)
+        self.media.encoded()
         for item in batch.scheduled:
             request = item.request
             token = next(tokens) if item.samples else None
@@ -185,6 +204,7 @@ class Scheduler:
             prompt_part = min(request.num_computed_tokens, request.num_prompt_tokens) - item.num_computed
             self.prompt_tokens_by_source["local_compute"] += max(0, prompt_part)
             self.tables.name(request, item.num_computed)
+            self.media.computed(request)
             if request.wants_prompt_logprobs:
                 request.add_prompt_logprobs(item.num_computed, result.prompt_logprobs.get(request.request_id, ()))
             if failure := result.failures.get(request.request_id):
@@ -205,7 +225,10 @@ class Scheduler:
             # One token is kept for each younger request, so that a long prefill does not stall their decoding.
             most = max(1, budget - (len(self.running) - index - 1))
             num_new = min(request.num_tokens - request.num_computed_tokens, most)
-            if self._make_room(request, num_new):
+            num_new = self.media.chunk(request, request.num_computed_tokens, num_new)
+            if not num_new:  # others' pictures are encoded first
+                index += 1
+            elif self._make_room(request, num_new):
                 self._give(request, num_new, scheduled)
                 budget -= num_new
                 index += 1
@@ -240,6 +263,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away; it computes everything again later, before its like in the queue."""
         self.tables.free(request)
+        self.media.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -266,16 +290,23 @@ class Scheduler:
             num_local = len(hits) * request.block_size
             num_external, is_async = self.tables.num_loadable(request, num_local)
             assert is_async or not num_external, "a load that does not wait is not supported"
+            there = self._encodings(request, num_local + num_external, is_next=True)
+            if there in (Availability.UNDER_WAY, Availability.NEVER):
+                continue
             if num_external:
                 admissible = len(self.loading) + len(self.loaded) < self.max_num_seqs
             else:
                 admissible = budget > 0 and len(self.running) < self.max_num_seqs
             num_new_blocks = limits.num_blocks(request, request.num_tokens) - len(hits)
-            if not admissible or num_new_blocks + owed > self.pool.num_available - self.pool.num_revived(hits):
+            if there is Availability.NO_ROOM or not admissible:
+                return
+            if num_new_blocks + owed > self.pool.num_available - self.pool.num_revived(hits):
                 return
             num_new = 0 if num_external else min(request.num_tokens - num_local, budget)
-            if not self.tables.lay_out(request, hits, num_external, num_new):
+            num_new = self.media.chunk(request, num_local, num_new)
+            if not (num_new or num_external) or not self.tables.lay_out(request, hits, num_external, num_new):
                 return
+            self.media.admitted(request)
             self.waiting.popleft()
             if num_external:
                 request.to(RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -291,7 +322,20 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
             self.prompt_tokens_by_source["local_cache_hit"] += request.num_cached_tokens
+        self.media.give(request, request.num_computed_tokens, num_new)
         scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_new))
+
+    def _encodings(self, request: Request, num_have: int, *, is_next: bool) -> Availability:
+        """How it stands with what the pictures of a waiting request are encoded to. It has left the queue if that is
+        under way, and ended if it can be had in no way."""
+        try:
+            there = self.media.ensure_cache_available(request, num_have, is_next=is_next)
+        except EncodingUnavailable as error:
+            self._fail(request, str(error), status=error.status)
+            return Availability.NEVER
+        if there is Availability.UNDER_WAY and is_next:
+            self.waiting.popleft()
+        return there
 
     # How a load ends.
 
@@ -326,6 +370,7 @@ class Scheduler:
     def _load_failed(self, request: Request, outcome: LoadFailed) -> None:
         """Back to what this engine has itself; the blocks meant for the load hold nothing that may be used."""
         self.tables.free(request)
+        self.media.free(request)
         request.num_computed_tokens = request.num_cached_tokens = 0
         if outcome.recompute:
             request.to(RequestStatus.WAITING)
@@ -380,6 +425,7 @@ class Scheduler:
                 queue.remove(request)
         hold, params = self.connector.request_finished(request)
         ec_params = self.ec_connector.request_finished(request)
+        self.media.free(request)
         if hold is Hold.REVOCABLE:
             self.pool.idle(request.block_ids)
         elif hold is Hold.NOTHING and request.request_id not in self.loading:

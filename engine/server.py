@@ -27,24 +27,25 @@ SHUTDOWN_TIMEOUT = 3.0
 """Seconds open connections get to end once the server stops."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket listening on host:port (0 takes a free one). Raises StartError."""
+def bind(host: str, port: int, setting: str = "--port") -> socket.socket:
+    """Return a socket listening on host:port (0 takes a free one). Raises StartError, which names the `setting`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise StartError(f"port {port} on {host} is already in use: choose another with --port") from None
+            raise StartError(f"port {port} on {host} is already in use: choose another with {setting}") from None
         reason = error.strerror or str(error)
-        raise StartError(f"cannot listen on {host}:{port}: {reason}; check --host and --port") from None
+        raise StartError(f"cannot listen on {host}:{port}: {reason}; check --host and {setting}") from None
 
 
 class HTTPServer:
     """Serves an application from its own thread until stopped."""
 
-    def __init__(self, app: web.Application, sock: socket.socket) -> None:
+    def __init__(self, app: web.Application, *socks: socket.socket) -> None:
+        """All of it is served on each of these, from `bind`."""
         self._app = app
-        self._sock = sock
+        self._socks = socks
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._started = threading.Event()
         self._stopping = asyncio.Event()
@@ -83,7 +84,8 @@ class HTTPServer:
         runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT)
         await runner.setup()
         try:
-            await web.SockSite(runner, self._sock, backlog=BACKLOG).start()
+            for sock in self._socks:
+                await web.SockSite(runner, sock, backlog=BACKLOG).start()
             self._started.set()
             await self._stopping.wait()
         finally:

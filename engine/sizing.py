@@ -19,6 +19,9 @@ DEFAULT_SEQUENCES = 2
 DEFAULT_SHARE = 4
 """The default arena takes at most one part in this many of the free memory."""
 
+ENCODER_SHARE = 16
+"""The same of the encoder cache."""
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -48,14 +51,20 @@ def choose_threads(config: EngineConfig) -> int:
     return config.threads or len(os.sched_getaffinity(0))
 
 
-def choose_sizes(config: EngineConfig, model: ModelConfig, layout: KVLayout, device: torch.device) -> Sizes:
-    """How long sequences may be and how many blocks there are. Raises StartError if the two do not go together."""
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of prompt and output together. Raises StartError if the model was not made for so many."""
     longest = model.max_position_embeddings
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
         raise StartError(f"--max-model-len {max_model_len}: the model was made for at most {longest} tokens")
     if max_model_len < 2:
         raise StartError(f"--max-model-len {max_model_len}: a prompt and an answer need at least 2 tokens")
+    return max_model_len
+
+
+def choose_sizes(config: EngineConfig, model: ModelConfig, layout: KVLayout, device: torch.device) -> Sizes:
+    """How long sequences may be and how many blocks there are. Raises StartError if the two do not go together."""
+    max_model_len = choose_max_model_len(config, model)
     if layout.block_size > max_model_len:
         raise StartError(f"--block-size {layout.block_size}: larger than the longest sequence ({max_model_len} tokens)")
     per_sequence = -(-max_model_len // layout.block_size)
@@ -73,6 +82,22 @@ def choose_sizes(config: EngineConfig, model: ModelConfig, layout: KVLayout, dev
             "lower --kv-cache-memory-bytes, --num-gpu-blocks-override or --max-model-len"
         )
     return Sizes(max_model_len, num_blocks)
+
+
+def choose_encoder_blocks(
+    config: EngineConfig, block_bytes: int, rows_per_block: int, max_model_len: int, device: torch.device
+) -> int:
+    """How many blocks the encoder cache has. Raises StartError if there is no room for any."""
+    free = free_memory(device)
+    if config.encoder_cache_bytes is None:
+        wanted = DEFAULT_SEQUENCES * -(-max_model_len // rows_per_block)
+        return max(1, min(wanted, free // ENCODER_SHARE // block_bytes))
+    num_blocks = config.encoder_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise StartError(f"--encoder-cache-bytes {config.encoder_cache_bytes}: a block has {block_bytes} bytes")
+    if config.encoder_cache_bytes > free:
+        raise StartError(f"--encoder-cache-bytes {config.encoder_cache_bytes}: only {_mib(free)} of memory are free")
+    return num_blocks
 
 
 def free_memory(device: torch.device) -> int:

@@ -39,7 +39,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
     settings = _optional(folder / "tokenizer_config.json")
     special = dict(_special_tokens(settings))
-    sources = [_optional(folder / name) for name in ("config.json", "generation_config.json")]
+    config = _optional(folder / "config.json")
+    sources = [config, config.section("text_config") or Fields("", {}), _optional(folder / "generation_config.json")]
     eos = {id_ for source in sources for id_ in _ids(source, "eos_token_id")}
     eos |= _known_ids(backend, (special.get("eos_token"), *_END_OF_TURN))
     bos = _known_ids(backend, (special.get("bos_token"),)) or {
@@ -105,7 +106,8 @@ def _gguf_id(fields: Fields, backend: tokenizers.Tokenizer, key: str) -> int | N
 
 
 def _folder_templates(folder: Path, settings: Fields) -> dict[str, str]:
-    """By name. chat_template.jinja goes before tokenizer_config.json, as transformers has it."""
+    """By name. chat_template.jinja goes before chat_template.json, which models that see have, and that before
+    tokenizer_config.json, as transformers has it."""
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -115,6 +117,9 @@ def _folder_templates(folder: Path, settings: Fields) -> dict[str, str]:
             if not (isinstance(entry, Mapping) and isinstance(entry.get("template"), str)):
                 raise settings.wrong("chat_template", "a string, or a list of named templates")
             templates[str(entry.get("name"))] = entry["template"]
+    beside = _optional(folder / "chat_template.json").get("chat_template")
+    if isinstance(beside, str):
+        templates[DEFAULT_TEMPLATE] = beside
     files = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
     files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     try:

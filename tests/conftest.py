@@ -17,6 +17,7 @@ TOGETHER = (
     "tests/e2e/",
     "tests/fuzz/",
     "tests/interop/",
+    "tests/observe/test_live",
     "tests/property/",
 )
 """Files that share what they start, which is much."""
@@ -40,6 +41,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Togethe
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random llama; not to be written to."""
     return make_tiny(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random model that takes pictures; not to be written to."""
+    from tests.tiny_vlm import make_tiny_vlm  # transformers, which makes it, takes seconds to import
+
+    return make_tiny_vlm(tmp_path_factory.mktemp("tiny") / "vlm")
 
 
 @pytest.fixture(scope="session")

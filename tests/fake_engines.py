@@ -13,6 +13,7 @@ from connectors.transport import Peer, TransferEvent
 from connectors.wire.transfer import KVTransferParams
 from engine.blocks import BlockPool
 from engine.logprobs import TokenLogprobs
+from engine.media.schedule import MediaSchedule
 from engine.messages import Output, Stop
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -47,6 +48,7 @@ class FakeEngine:
         offer_seconds: float = OFFER_SECONDS,
         clock_offset: float = 0.0,
         scheduling_policy: str = "fcfs",
+        media: MediaSchedule | None = None,
     ) -> None:
         """`clock_offset` is what this engine's clock is ahead of the network's."""
         self.network = network or FakeNetwork()
@@ -84,6 +86,7 @@ class FakeEngine:
             max_model_len=max_model_len,
             pool=self.pool,
             connector=self.connector,
+            media=media,
             enable_prefix_caching=enable_prefix_caching,
             policy=scheduling_policy,
             clock=self.clock,
@@ -233,7 +236,7 @@ class FakeEngine:
         assert len(scheduler.running) <= scheduler.max_num_seqs
         for request in scheduler.waiting:
             assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-        queued = [*scheduler.running, *scheduler.waiting, *scheduler.loaded]
+        queued = [*scheduler.running, *scheduler.waiting, *scheduler.loaded, *scheduler.media.fetching.values()]
         queued += [request for request in scheduler.loading.values() if not request.status.finished]
         assert len(queued) == len(scheduler.requests)
         assert {id(request) for request in queued} == {id(request) for request in scheduler.requests.values()}

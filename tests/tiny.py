@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def make_tiny(
         "torch_dtype": str(dtype).removeprefix("torch."),
     } | config
     _write_json(folder / "config.json", fields)
-    _write_json(folder / "tokenizer.json", _tokenizer())
+    _write_json(folder / "tokenizer.json", tokenizer_json())
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -181,15 +182,17 @@ def _byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def _tokenizer() -> dict[str, Any]:
+def tokenizer_json(more: Sequence[str] = ()) -> dict[str, Any]:
+    """What stands in tokenizer.json; `more` are special tokens after those that every tiny model has."""
     tokens, merges = vocabulary()
+    special = SPECIAL_TOKENS | {token: len(tokens) + place for place, token in enumerate(more)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": id_, "content": token} | flags for token, id_ in SPECIAL_TOKENS.items()],
+        "added_tokens": [{"id": id_, "content": token} | flags for token, id_ in special.items()],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -202,7 +205,7 @@ def _tokenizer() -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "vocab": {token: id_ for id_, token in enumerate(tokens)},
+            "vocab": {token: id_ for id_, token in enumerate([*tokens, *more])},
             "merges": [list(pair) for pair in merges],
         },
     }

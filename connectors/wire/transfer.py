@@ -245,6 +245,14 @@ class ECItem(BaseModel):
     shape: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """[rows, width] of the embedding matrix."""
     transfer_id: str | None = None
+    engine_id: str | None = None
+    """Ours: the engine at peer_host and peer_port, which another may have taken the place of."""
+    lease_id: str | None = None
+    """Ours: what its owner knows the announcement by. It is for one reader."""
+    block_ids: Annotated[list[Count], Field(max_length=1 << 16)] | None = None
+    """Ours: where the rows lie, in order."""
+    ec_layout: str | None = None
+    """Ours: fingerprint of model, dtype and blocks; encodings are exchanged only between equals."""
 
 
 class ECRequestItem(BaseModel):

@@ -18,10 +18,11 @@ from aiohttp import web
 from connectors.transport import Peer
 from connectors.wire.note import LEG_HEADER
 from connectors.wire.openai import APIError, bad_request
-from connectors.wire.transfer import KVTransferParams, WireError
+from connectors.wire.transfer import ECTransferParams, KVTransferParams, WireError
+from engine.api.bodies.media import shows_pictures
 from engine.api.context import WORKER, Serving
 from engine.api.offload import LARGE_BODY, offload
-from engine.api.transfer import KV, check_extra_args, read_transfer, trusted_params, without_prompt_ids
+from engine.api.transfer import EC, KV, check_extra_args, read_transfer, trusted_params, without_prompt_ids
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class Call:
     extra_args: Mapping[str, object]
     """For the engine: the transfer params, parsed and never with prompt_token_ids, and what else came with them."""
     prompt_token_ids: list[int] | None
-    """Ids that the router knows for this prompt, in the vocabulary; only as part of a hand-off or an offer."""
+    """Ids that the router knows for this prompt, in the vocabulary; only as part of a hand-off or an offer, and of text
+    only."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,6 +76,11 @@ class Call:
     def kv_transfer_params(self) -> KVTransferParams | None:
         params = self.extra_args.get(KV)
         return params if isinstance(params, KVTransferParams) else None
+
+    @property
+    def ec_transfer_params(self) -> ECTransferParams | None:
+        params = self.extra_args.get(EC)
+        return params if isinstance(params, ECTransferParams) else None
 
     def without_offer(self) -> Call:
         """For what has no one prompt and one answer whose blocks could be offered."""
@@ -107,7 +114,8 @@ async def read_call(request: web.Request) -> Call:
         raise bad_request("model: a string expected", param="model")
     serving.check_model(model)
     may_offer = serving.kv is not None and worker.config.role != "prefill"
-    if body.get("echo") is True:  # what is echoed is what the client sent
+    # What is echoed is what the client sent; and placeholders look the same whatever the picture is.
+    if body.get("echo") is True or shows_pictures(body):
         raw = without_prompt_ids(raw)
     transfer = await offload(is_large(request), read_transfer, raw, serving, may_offer=may_offer)
     return Call(request, serving, body, request[REQUEST_ID], transfer.extra_args, transfer.prompt_token_ids)

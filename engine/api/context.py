@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 from aiohttp import web
 
+from connectors.ec import EncoderConnector
 from connectors.kv import KVConnector
 from connectors.lease import Leases
 from connectors.transport import Transport
@@ -21,6 +22,7 @@ from engine.client import LEAVING, EngineClient
 from engine.config import EngineConfig
 from engine.formats.base import ChatFormat
 from engine.grammars import Grammars
+from engine.media.sight import Sight
 from engine.messages import Inbox
 from engine.metrics import EngineMetrics
 from engine.tokenizer import Tokenizer
@@ -35,6 +37,22 @@ class KVSide:
 
     engine_id: str
     connector: KVConnector
+
+    @property
+    def transport(self) -> Transport:
+        return self.connector.transport
+
+    @property
+    def leases(self) -> Leases:
+        return self.connector.leases
+
+
+@dataclass(frozen=True, slots=True)
+class ECSide:
+    """What an engine with an encoder-cache connector has for its peers."""
+
+    engine_id: str
+    connector: EncoderConnector
 
     @property
     def transport(self) -> Transport:
@@ -61,11 +79,14 @@ class Serving:
     block_size: int
     model_fingerprint: bytes
     kv: KVSide | None
+    ec: ECSide | None = None
     seals: SealKeys | None = None
     """Keys with which transfer params must be sealed; None: whoever reaches this engine is trusted."""
     max_logprobs: int = 20
     """Alternatives that a request may be told for each token."""
     priority_scheduling: bool = False
+    sight: Sight | None = None
+    """None: the model takes no pictures."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -135,7 +156,8 @@ class Worker:
         if self.draining:
             raise unavailable(LEAVING, retry_after=5)
         serving = self.require_serving()
-        if serving.client.failed or (serving.kv is not None and serving.kv.transport.failed):
+        sides = [side for side in (serving.kv, serving.ec) if side is not None]
+        if serving.client.failed or any(side.transport.failed for side in sides):
             raise unavailable(f"{LEAVING}: it has failed and must be restarted", retry_after=5)
         return serving
 

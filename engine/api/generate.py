@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from engine.api import media
 from engine.api.bodies.chat import ChatBody
 from engine.api.bodies.generate import GenerateBody, parse_context, parse_generate
 from engine.api.call import read_call
@@ -18,6 +19,7 @@ from engine.api.chat_shape import ChatShape
 from engine.api.context import Serving
 from engine.api.generation import DONE, Choice, Generation, Json, frame
 from engine.api.logprobs import logprobs_by_id, prompt_logprobs_json
+from engine.api.media import Named
 from engine.api.offload import offload
 from engine.api.requests import make_requests
 from engine.logprobs import TokenLogprobs
@@ -34,6 +36,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise serving.too_long(str(len(ids)), "token_ids")
     body = await offload(call.large, parse_generate, call.body)
     prompt = serving.check_prompt(body.token_ids, "token_ids")
+    pictures = media.known(serving, body.features, Named(call.ec_transfer_params))
     chat = None
     if body.output_mode == "derender":
         chat = await offload(call.large, parse_context, body.parse_context or {})
@@ -44,6 +47,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         [prompt],
         PREFIX,
         keep_special_tokens=chat is not None and serving.chat.keeps_special_tokens,
+        media=media.placed(serving, prompt, pictures, "features"),
     )
     return await Generation(call, body, requests, GenerateShape(call.request_id, serving, body, chat)).respond()
 
@@ -108,6 +112,8 @@ class GenerateShape:
         told: Json = {}
         if self.body.return_token_ids:
             told["prompt_token_ids"] = choice.request.prompt_token_ids
+            if choice.request.media:
+                told["mm_placeholders"] = media.placeholders(choice.request.media)
         if choice.prompt_logprobs is not None:
             count = choice.request.sampling.prompt_logprobs or 0
             told["prompt_logprobs"] = prompt_logprobs_json(choice.prompt_logprobs, self.serving.tokenizer, count)

@@ -1,20 +1,24 @@
-"""/kv/…: what engines ask of each other. Answered from the lease table, without waiting for an engine step."""
+"""/kv/… and /ec/…: what engines ask of each other, about KV and about encodings of pictures. Answered from the lease
+table, without waiting for an engine step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field
 
 from connectors.lease import ClaimRefused
-from connectors.transport import LeaseReleased
+from connectors.transport import LeaseReleased, TransferEvent
 from connectors.wire.openai import APIError
 from engine.api.bodies.base import Body, parse
 from engine.api.call import read_json
-from engine.api.context import WORKER, KVSide, Serving
+from engine.api.context import WORKER, ECSide, KVSide
 from engine.api.generation import json_response
+from engine.messages import EncoderTransfer
 
+Tell = Callable[[TransferEvent], None]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -40,15 +44,15 @@ class RenewBody(Body):
 
 async def agent(request: web.Request) -> web.Response:
     """Who this engine is and how to reach its memory."""
-    _, kv = _kv_side(request)
-    return json_response(kv.transport.agent_info())
+    side, _ = _side(request)
+    return json_response(side.transport.agent_info())
 
 
 async def claim(request: web.Request) -> web.Response:
     """Leave to read a finished request's blocks, for a while."""
     body = parse(ClaimBody, await read_json(request))
-    serving, kv = _kv_side(request, body.engine_id)
-    answer = kv.leases.claim(body.request_id)
+    side, tell = _side(request, body.engine_id)
+    answer = side.leases.claim(body.request_id)
     if isinstance(answer, ClaimRefused):
         raise APIError(
             410,
@@ -59,8 +63,8 @@ async def claim(request: web.Request) -> web.Response:
         )
     if request.transport is None or request.transport.is_closing():
         # Its sender has given up, and would not give it back.
-        if kv.leases.cancel(body.request_id, answer.claim_id):
-            serving.inbox.put(LeaseReleased(body.request_id))
+        if side.leases.cancel(body.request_id, answer.claim_id):
+            tell(LeaseReleased(body.request_id))
         raise ConnectionResetError("the reader has left")
     return json_response(
         {
@@ -75,31 +79,39 @@ async def claim(request: web.Request) -> web.Response:
 async def renew(request: web.Request) -> web.Response:
     """Heartbeat of a reader that still queues."""
     body = parse(RenewBody, await read_json(request))
-    _, kv = _kv_side(request, body.engine_id)
-    return json_response({"renewed": kv.leases.renew(body.request_ids)})
+    side, _ = _side(request, body.engine_id)
+    return json_response({"renewed": side.leases.renew(body.request_ids)})
 
 
 async def release(request: web.Request) -> web.Response:
     """Nobody will read these blocks."""
     body = parse(ReleaseBody, await read_json(request))
-    serving, kv = _kv_side(request, body.engine_id)
-    released = kv.leases.cancel(body.request_id, body.claim_id)
+    side, tell = _side(request, body.engine_id)
+    released = side.leases.cancel(body.request_id, body.claim_id)
     if released:
-        serving.inbox.put(LeaseReleased(body.request_id))
+        tell(LeaseReleased(body.request_id))
     return json_response({"released": released})
 
 
-def _kv_side(request: web.Request, engine_id: str | None = None) -> tuple[Serving, KVSide]:
-    """Also while draining: readers of what is held here must be able to finish."""
+def _side(request: web.Request, engine_id: str | None = None) -> tuple[KVSide | ECSide, Tell]:
+    """What is asked about, and how the engine's loop is told. Also while draining: readers of what is held here must be
+    able to finish."""
     serving = request.app[WORKER].require_serving()
-    if serving.kv is None:
-        raise APIError(404, "this engine runs without a KV connector", type="NotFoundError")
-    if engine_id not in (None, serving.kv.engine_id):
+    of_encodings = request.path.startswith("/ec/")
+    side = serving.ec if of_encodings else serving.kv
+    if side is None:
+        what = "an encoder-cache" if of_encodings else "a KV"
+        raise APIError(404, f"this engine runs without {what} connector", type="NotFoundError")
+    if engine_id not in (None, side.engine_id):
         raise APIError(
             409,
-            f"this is engine {serving.kv.engine_id}, not {engine_id}; it was restarted, or the address is wrong",
+            f"this is engine {side.engine_id}, not {engine_id}; it was restarted, or the address is wrong",
             type="ConflictError",
             param="engine_id",
             code="engine_mismatch",
         )
-    return serving, serving.kv
+
+    def tell(event: TransferEvent) -> None:
+        serving.inbox.put(EncoderTransfer(event) if of_encodings else event)
+
+    return side, tell

@@ -60,5 +60,5 @@ def _render(serving: Serving, prompt: Prompt, param: str) -> list[int]:
 def _text_size(prompt: Prompt) -> int:
     """Characters that the messages say."""
     contents = [message.get("content") for message in prompt.messages]
-    parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
+    parts = [part.get("text") for content in contents if isinstance(content, list) for part in content]
     return sum(len(text) for text in [*parts, *contents] if isinstance(text, str))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from connectors.wire.openai import bad_request
+from connectors.wire.transfer import ECTransferParams, WireError
 from engine.api import completions as completions_api
+from engine.api import media
 from engine.api import responses as responses_api
 from engine.api.bodies.chat import parse_chat
 from engine.api.bodies.generate import CONTEXT
@@ -19,9 +23,12 @@ from engine.api.chat import grammar
 from engine.api.chat import render as render_chat
 from engine.api.context import WORKER, Serving
 from engine.api.generation import Json, json_response
+from engine.api.media import Named
 from engine.api.offload import offload
+from engine.api.responses_input import pictures_of
 from engine.api.transfer import EC, KV, check_extra_args, trusted_params, without_prompt_ids
 from engine.grammar import GrammarSpec
+from engine.media.placement import Picture
 
 _BESIDE = ("model", "stream", "stream_options", "return_token_ids", "cache_salt", "priority")
 _ELSEWHERE = {"priority", *StructuredBody.model_fields}
@@ -40,14 +47,27 @@ class _Source:
     extra_args: Json
     """What else the request carries for whoever generates."""
 
+    @property
+    def named(self) -> Named:
+        """Raises APIError 400 for params that cannot be read."""
+        if self.params.get(EC) is None:
+            return Named(None)
+        try:
+            return Named(ECTransferParams.parse(self.params[EC]))
+        except WireError as error:
+            raise bad_request(str(error), param=error.param) from None
+
 
 async def chat(request: web.Request) -> web.Response:
     source = await _read(request)
     serving, large = source.serving, is_large(request)
     body = await offload(large, parse_chat, source.raw)
-    ids = await render_chat(serving, body, add_special_tokens=bool(body.add_special_tokens), large=large)
+    pictures = await media.prepare(serving, body, body.pictures, source.named, param="messages")
+    special = bool(body.add_special_tokens)
+    ids = await render_chat(serving, body, pictures, add_special_tokens=special, large=large)
     constraint = await offload(large, grammar, serving, body, serving.check_prompt(ids, "messages"))
     rendered = _rendered(source, body, constraint, ids, f"chatcmpl-{request[REQUEST_ID]}")
+    rendered |= _features(serving, ids, pictures, "messages")
     context = {name: source.raw[name] for name in CONTEXT if source.raw.get(name) is not None}
     return json_response(_for_format(serving, body, rendered, context))
 
@@ -66,13 +86,15 @@ async def responses(request: web.Request) -> web.Response:
     source = await _read(request)
     serving, large = source.serving, is_large(request)
     body, prompt = await offload(large, responses_api.read, source.raw)
-    ids = serving.check_prompt(await responses_api.render(serving, prompt, large=large), "input")
+    pictures = await media.prepare(serving, body, pictures_of(body), source.named, param="input")
+    ids = serving.check_prompt(await responses_api.render(serving, prompt, pictures, large=large), "input")
     constraint = await offload(large, responses_api.grammar, serving, body, prompt, ids)
     context: Json = {"parallel_tool_calls": body.parallel}
     if prompt.tools:
         named = {"type": "function", "function": {"name": body.choice.removeprefix("=")}}
         context |= {"tools": prompt.tools, "tool_choice": named if body.choice.startswith("=") else body.choice}
     rendered = _rendered(source, body, constraint, ids, f"resp_{request[REQUEST_ID]}")
+    rendered |= _features(serving, ids, pictures, "input")
     return json_response(_for_format(serving, body, rendered, context))
 
 
@@ -88,6 +110,12 @@ async def _read(request: web.Request) -> _Source:
         serving.check_model(raw["model"])
     params = {name: value for name in (KV, EC) if (value := extra.pop(name, None)) is not None}
     return _Source(serving, raw, params, extra)
+
+
+def _features(serving: Serving, ids: list[int], pictures: Sequence[Picture], param: str) -> Json:
+    """What the ids do not tell of the pictures; nothing of a prompt without."""
+    placed = media.placed(serving, ids, pictures, param)
+    return {"features": media.features(placed)} if placed else {}
 
 
 def _for_format(serving: Serving, body: SamplingBody, rendered: Json, context: Json) -> Json:

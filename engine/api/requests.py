@@ -12,9 +12,10 @@ from engine.api.bodies.sampling import SamplingBody
 from engine.api.call import Call
 from engine.api.context import LONG_TEXT, Serving
 from engine.api.offload import offload
-from engine.api.transfer import EC, KV
+from engine.api.transfer import KV
 from engine.grammar import GrammarError, GrammarSpec, Matcher
 from engine.hashing import hash_seed
+from engine.media.item import MediaItem
 from engine.request import Request, SamplingParams
 from engine.tokenizer import Tokenizer
 
@@ -33,11 +34,12 @@ async def make_requests(
     grammar: GrammarSpec | None = None,
     keep_special_tokens: bool = False,
     stop_token_ids: frozenset[int] = frozenset(),
+    media: Sequence[MediaItem] = (),
 ) -> list[list[Request]]:
     """For each of the checked prompts, as many as the body wants answers. Raises APIError 400.
 
     `prefix` begins their ids; `grammar`, if given, takes the place of the body's own; `stop_token_ids` come on top of
-    the body's.
+    the body's; `media` are pictures in the prompt, which is the only one then.
     """
     serving, num_choices = call.serving, sampling.num_choices
     if num_choices > 1 and call.kv_transfer_params is not None and call.kv_transfer_params.do_remote_decode:
@@ -69,6 +71,7 @@ async def make_requests(
                     hash_seed=seed,
                     priority=priority,
                     matcher=next(matchers),
+                    media=media,
                     block_hashes=list(requests[0].block_hashes) if requests else [],
                 )
             )
@@ -137,8 +140,9 @@ async def _matchers(serving: Serving, grammar: GrammarSpec | None, count: int) -
 
 
 def _of_choice(params: SamplingParams, call: Call, number: int) -> SamplingParams:
-    """One set of blocks is for one reader: the first choice fetches, the others find it in the prefix cache."""
+    """One set of blocks is for one reader: the first choice fetches, the others find it in the prefix cache. Encodings
+    are kept by name, so all may be told where they lie."""
     if number == 0:
         return replace(params, extra_args=call.extra_args)
-    extra = {name: value for name, value in call.extra_args.items() if name not in (KV, EC)}
+    extra = {name: value for name, value in call.extra_args.items() if name != KV}
     return replace(params, seed=None if params.seed is None else params.seed + number, extra_args=extra)

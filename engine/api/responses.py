@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from engine.api import model_format
+from engine.api import media, model_format
 from engine.api.bodies.responses import ResponsesBody, not_stored, parse_responses
 from engine.api.call import Call, read_call
 from engine.api.context import Serving
 from engine.api.generation import Generation
 from engine.api.logprobs import logprob_json
+from engine.api.media import Named
 from engine.api.offload import offload
 from engine.api.requests import make_requests
 from engine.api.responses_answer import ResponseOutput
-from engine.api.responses_input import prompt_of
+from engine.api.responses_input import pictures_of, prompt_of
 from engine.api.responses_shape import ResponseShape
 from engine.formats.base import Prompt
 from engine.grammar import GrammarSpec
+from engine.media.placement import Picture
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     call = await read_call(request)
     body, prompt = await offload(call.large, read, call.body)
-    ids = await _prompt_ids(call, prompt)
+    named = Named(call.ec_transfer_params)
+    pictures = await media.prepare(call.serving, body, pictures_of(body), named, param="input")
+    ids = await _prompt_ids(call, prompt, pictures)
     requests = await make_requests(
         call,
         body,
@@ -35,6 +41,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         grammar=await offload(call.large, grammar, call.serving, body, prompt, ids),
         keep_special_tokens=call.serving.chat.keeps_special_tokens,
         stop_token_ids=call.serving.chat.stop_token_ids,
+        media=media.placed(call.serving, ids, pictures, "input"),
     )
     return await Generation(call, body, requests, _shape(call, body, prompt, ids)).respond()
 
@@ -50,8 +57,9 @@ def read(body: dict[str, Any]) -> tuple[ResponsesBody, Prompt]:
     return parsed, prompt_of(parsed)
 
 
-async def render(serving: Serving, prompt: Prompt, *, large: bool) -> list[int]:
+async def render(serving: Serving, prompt: Prompt, pictures: Sequence[Picture], *, large: bool) -> list[int]:
     """The ids of a prompt in the model's format. Raises APIError 400."""
+    prompt = replace(prompt, pictures=media.in_prompt(pictures))
     return await model_format.render(serving, prompt, param="input", large=large)
 
 
@@ -61,10 +69,10 @@ def grammar(serving: Serving, body: ResponsesBody, prompt: Prompt, ids: list[int
     return model_format.grammar(serving, body, prompt.tools, ids, param=param)
 
 
-async def _prompt_ids(call: Call, prompt: Prompt) -> list[int]:
+async def _prompt_ids(call: Call, prompt: Prompt, pictures: Sequence[Picture]) -> list[int]:
     ids = call.prompt_token_ids
     if ids is None:
-        ids = await render(call.serving, prompt, large=call.large)
+        ids = await render(call.serving, prompt, pictures, large=call.large)
     return call.serving.check_prompt(ids, "input")
 
 

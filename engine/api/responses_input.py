@@ -7,6 +7,7 @@ from typing import Any
 
 from connectors.wire.openai import APIError, bad_request
 from engine.api.bodies.chat import MAX_PARTS, MAX_PARTS_IN_ALL, RESERVED
+from engine.api.bodies.media import PicturePart
 from engine.api.bodies.responses import ResponsesPrompt
 from engine.formats.base import Prompt
 
@@ -25,6 +26,18 @@ def prompt_of(body: ResponsesPrompt) -> Prompt:
         variables["reasoning_effort"] = body.reasoning.effort
     tools = [tool.for_chat for tool in body.tools] if body.tools else None
     return Prompt(list(_messages(body)), tools, variables=variables)
+
+
+def pictures_of(body: ResponsesPrompt) -> list[PicturePart]:
+    """Of an input that `prompt_of` has understood, in the order in which its messages show them."""
+    parts = (
+        part
+        for item in (body.input if isinstance(body.input, list) else ())
+        for key in ("content", "output")
+        if isinstance(item.get(key), list)
+        for part in item[key]
+    )
+    return [PicturePart(type="image_url", image_url=part["image_url"]) for part in parts if _is_picture(part)]
 
 
 def _messages(body: ResponsesPrompt) -> Iterator[Json]:
@@ -122,8 +135,24 @@ def _content(content: object, where: str) -> str | list[Json]:
     """Several parts stay what they are: how they are put together is the format's affair."""
     if isinstance(content, str):
         return content
+    if isinstance(content, list) and any(map(_is_picture, content)):
+        return [_shown(part, f"{where}[{index}]") for index, part in enumerate(content)]
     texts = list(_parts(content, where))
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def _is_picture(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _shown(part: Json, where: str) -> Json:
+    """A part of a message with pictures, as a chat has it."""
+    if not _is_picture(part):
+        return {"type": "text", "text": "".join(_parts([part], where.rpartition("[")[0]))}
+    if part.get("file_id") is not None:
+        raise _bad(f"{where}.file_id", "this engine keeps no files, send the picture as image_url")
+    _string(part, "image_url", where)
+    return {"type": "image"}
 
 
 def _parts(content: object, where: str) -> Iterator[str]:
@@ -133,7 +162,7 @@ def _parts(content: object, where: str) -> Iterator[str]:
         at = f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            raise _bad(f"{at}.type", f"this engine takes text parts only, got {str(kind)[:40]!r}")
+            raise _bad(f"{at}.type", f"this engine takes only text here, got {str(kind)[:40]!r}")
         yield _string(part, _TEXT_PARTS[kind], at)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from connectors.wire.openai import bad_request
@@ -18,9 +20,13 @@ from engine.api.call import is_large, read_json
 from engine.api.chat import render
 from engine.api.context import LONG_TEXT, WORKER, Serving
 from engine.api.generation import json_response
+from engine.api.media import Named, placed, prepare
 from engine.api.offload import offload
 from engine.api.responses import render as render_responses
-from engine.api.responses_input import prompt_of
+from engine.api.responses_input import pictures_of, prompt_of
+from engine.media.item import MediaItem
+
+_ANY = Named(None, anybody=True)
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -37,15 +43,20 @@ async def tokenize(request: web.Request) -> web.Response:
         raise bad_request(f"{where}: at most {serving.max_model_len}, as many as the context holds", param=where)
     large = is_large(request)
     body: TokenizeChat | TokenizeResponses | TokenizeText
+    media: Sequence[MediaItem] = ()
     if "messages" in raw:
         body = await offload(large, parse_tokenize_chat, raw)
         _check(serving, body)
-        ids = await render(serving, body, add_special_tokens=bool(body.add_special_tokens), large=large)
+        pictures = await prepare(serving, body, body.pictures, _ANY, param="messages")
+        ids = await render(serving, body, pictures, add_special_tokens=bool(body.add_special_tokens), large=large)
+        media = placed(serving, ids, pictures, "messages")
     elif "input" in raw:
         body = await offload(large, parse, TokenizeResponses, raw)
         _check(serving, body)
         prompt = await offload(large, prompt_of, body)
-        ids = await render_responses(serving, prompt, large=large)
+        pictures = await prepare(serving, body, pictures_of(body), _ANY, param="input")
+        ids = await render_responses(serving, prompt, pictures, large=large)
+        media = placed(serving, ids, pictures, "input")
     else:
         body = await offload(large, parse, TokenizeText, raw)
         _check(serving, body)
@@ -53,7 +64,7 @@ async def tokenize(request: web.Request) -> web.Response:
             body.prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt"
         )
     num_spliced = 0
-    if body.known_token_ids:
+    if body.known_token_ids and not media:
         long = len(ids) + len(body.known_token_ids) >= LONG_TEXT
         ids, num_spliced = await offload(long, serving.tokenizer.splice, ids, body.known_token_ids)
     strings = None

@@ -30,6 +30,16 @@ class PromptTooLong(FormatError):
 
 
 @dataclass(frozen=True, slots=True)
+class Pictures:
+    """What stands in a prompt for its pictures."""
+
+    mark: str
+    """What templates write for each."""
+    texts: Sequence[str]
+    """What takes the mark's place, in the order of the messages: placeholders for all that the model sees of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What a prompt is made of."""
 
@@ -42,6 +52,8 @@ class Prompt:
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What else a template may read: chat_template_kwargs, documents, reasoning_effort."""
+    pictures: Pictures | None = None
+    """Of the parts of messages that are `{"type": "image"}`."""
 
 
 @dataclass(frozen=True, slots=True)

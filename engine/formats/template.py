@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.chat_template import ChatTemplateError
-from engine.formats.base import FormatError, Json, Parser, Piece, Prompt, PromptTooLong, ToolChoice
+from engine.formats.base import FormatError, Json, Parser, Pictures, Piece, Prompt, PromptTooLong, ToolChoice
 from engine.formats.calls import CallReader, CallSyntax, functions_for, new_call_id
 from engine.formats.constraint import content_rule, thoughts_rules
 from engine.formats.reasoning import CLOSE, OPEN, Thoughts, thoughts_begun, thoughts_over
@@ -47,6 +47,8 @@ class TemplateFormat:
             )
         except ChatTemplateError as error:
             raise FormatError(str(error)) from None
+        if prompt.pictures is not None:
+            text = _with_pictures(text, prompt.pictures)
         at_least = len(text) // self._tokenizer.max_characters_per_token
         if at_least > self._max_model_len:
             raise PromptTooLong(at_least)
@@ -131,6 +133,20 @@ class TextParser:
         if self._calls is None:
             return Piece(content=answer, reasoning=reasoning)
         return replace(self._calls.push(answer) + self._calls.end(), reasoning=reasoning)
+
+
+def _with_pictures(text: str, pictures: Pictures) -> str:
+    """The prompt with its pictures' placeholders. What the mark is in, besides, cannot be told from a picture."""
+    between = text.split(pictures.mark)
+    if len(between) - 1 != len(pictures.texts):
+        raise FormatError(
+            f"the prompt has {len(between) - 1} places for {len(pictures.texts)} pictures: the text must not hold "
+            f"{pictures.mark}, and the chat template must show every picture"
+        )
+    pieces = [between[0]]
+    for shown, after in zip(pictures.texts, between[1:], strict=True):
+        pieces += [shown, after]
+    return "".join(pieces)
 
 
 def _with_thoughts(message: Json) -> Json:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # requests are scheduled without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +21,8 @@ class MediaItem:
     metadata: Mapping[str, Any]
     """Small JSON values that tell how its placeholders are laid out, for engines that do not see the picture."""
     pixels: Tensor | None = None
-    """What the vision tower takes, [tiles, channels, height, width]; None if only the encoding's name is known."""
+    """What is to be encoded: tiles of the picture, uint8 [tiles, channels, height, width]; or, of a client that brought
+    it, the encoding itself, [num_rows, hidden_size]. None if only the encoding's name is known."""
     pixel_mask: Tensor | None = None
     """[tiles, height, width], of what is no padding; None: all of it."""
     modality: Literal["image"] = "image"

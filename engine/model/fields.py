@@ -37,6 +37,14 @@ class Fields:
         """The raw value; None if the key is missing."""
         return self._values.get(key)
 
+    def with_(self, key: str, value: object) -> Fields:
+        """The same with another value for one key."""
+        return Fields(self.source, {**self._values, key: value})
+
+    def with_default(self, key: str, value: object) -> Fields:
+        """The same with a value for a key that has none."""
+        return self if self.get(key) is not None else self.with_(key, value)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._required(key, default)

@@ -102,9 +102,15 @@ class Llama:
         """Store the KV of every token; return float32 logits [len(rows), vocab_size] of the tokens at `rows`."""
         return self.logits(self.hidden(token_ids, step, rows))
 
-    def hidden(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
-        """Store the KV of every token; return [len(rows), hidden_size], what `logits` makes logits of."""
+    def hidden(self, token_ids: Tensor, step: Step, rows: Tensor, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Store the KV of every token; return [len(rows), hidden_size], what `logits` makes logits of.
+
+        given: of some tokens, their places and what stands in for their embeddings.
+        """
         hidden = self.embedding[token_ids].to(self.dtype)
+        if given is not None:
+            places, embeddings = given
+            hidden[places] = embeddings.to(self.dtype)
         cos, sin = self.rotary(step.positions)
         if self.decode_layers is not None and not step.prefills:
             self.decode_layers(hidden, cos, sin, step.slots, step.block_table, step.context_lens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.media.placement import IMAGE_TOKEN
+from engine.media.settings import PictureSettings, settings_from_folder
 from engine.model import gguf, safetensors
 from engine.model.config import ModelConfig, config_from_huggingface
 from engine.model.errors import ModelError
@@ -19,13 +21,26 @@ from engine.model.fields import Fields
 from engine.model.gguf_file import GGUFFile
 from engine.model.int8 import to_int8
 from engine.model.quantized import Quantized
+from engine.model.vision_config import VISION_MODELS, VisionConfig, configs_from_huggingface
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
-__all__ = ["LoadedModel", "ModelError", "fingerprint", "load_model"]
+__all__ = ["LoadedModel", "LoadedVision", "ModelError", "fingerprint", "load_model"]
 
 
 Quantization = Literal["int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVision:
+    """The part of a model that makes encodings of pictures."""
+
+    config: VisionConfig
+    settings: PictureSettings
+    weights: dict[str, Tensor]
+    """By Hugging Face name, as those of the model."""
+    fingerprint: bytes
+    """16 bytes, equal in every process that loaded the same weights in the same dtype: encodings are exchangeable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +57,22 @@ class LoadedModel:
     `quantization`: every matrix, as the file holds it or rounded."""
     quantization: Quantization | None = None
     """int8: products are to be computed in whole numbers, where there are kernels for it."""
+    vision: LoadedVision | None = None
+    """None: the model takes no pictures."""
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, quantization: Quantization | None = None) -> LoadedModel:
-    """Load a GGUF file or a Hugging Face folder. Raises ModelError for whatever is wrong with it."""
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, quantization: Quantization | None = None, vision_only: bool = False
+) -> LoadedModel:
+    """Load a GGUF file or a Hugging Face folder. Raises ModelError for whatever is wrong with it.
+
+    vision_only: of a model that takes pictures, no weights but those that see them.
+    """
     path = Path(path).expanduser()
     try:
         with _one_thread():
             if path.is_dir():
-                return _load_folder(path, dtype, quantization)
+                return _load_folder(path, dtype, quantization, vision_only)
             if path.is_file():
                 return _load_gguf(path, dtype, quantization)
     except OSError as error:
@@ -58,7 +80,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, quantization: Quantizati
     raise ModelError(f"{path} does not exist: give a GGUF file or a Hugging Face model folder")
 
 
-def fingerprint(config: ModelConfig, weights: Mapping[str, Tensor]) -> bytes:
+def fingerprint(config: ModelConfig | VisionConfig, weights: Mapping[str, Tensor]) -> bytes:
     """Every weight counts, at the speed of memory: of a matrix, the sums of its rows, taken as 64-bit integers."""
     digest = blake2b(repr(config).encode(), digest_size=16)
     for name in sorted(weights):
@@ -84,15 +106,26 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _load_folder(folder: Path, dtype: torch.dtype, quantization: Quantization | None) -> LoadedModel:
+def _load_folder(folder: Path, dtype: torch.dtype, quantization: Quantization | None, vision_only: bool) -> LoadedModel:
     if not (folder / "config.json").is_file():
         held = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"it holds {held[0]}: give that file" if held else "it is not a Hugging Face model folder"
         raise ModelError(f"{folder} has no config.json; {hint}")
-    config = config_from_huggingface(Fields.from_json(folder / "config.json"))
+    fields = Fields.from_json(folder / "config.json")
     tokenizer = tokenizer_from_folder(folder)
-    weights = safetensors.read_weights(folder, config, dtype)
-    return _loaded(folder.resolve().name, folder, config, tokenizer, weights, {}, quantization)
+    if fields.get("model_type") not in VISION_MODELS:
+        config = config_from_huggingface(fields)
+        weights = safetensors.read_weights(folder, config, dtype)
+        return _loaded(folder.resolve().name, folder, config, tokenizer, weights, {}, quantization)
+    config, vision = configs_from_huggingface(fields)
+    settings = settings_from_folder(folder, vision)
+    weights = safetensors.read_weights(folder, None if vision_only else config, dtype, vision)
+    seeing = {name: weights.pop(name) for name, _ in vision.weight_shapes()}
+    if tokenizer.token_id(IMAGE_TOKEN) != vision.image_token_id:
+        raise ModelError(f"{folder}: image_token_id {vision.image_token_id} is not {IMAGE_TOKEN} in tokenizer.json")
+    quantization = None if vision_only else quantization
+    loaded = _loaded(folder.resolve().name, folder, config, tokenizer, weights, {}, quantization)
+    return replace(loaded, vision=LoadedVision(vision, settings, seeing, fingerprint(vision, seeing)))
 
 
 def _load_gguf(path: Path, dtype: torch.dtype, quantization: Quantization | None) -> LoadedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,33 @@ from torch import Tensor
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.fields import Fields
+from engine.model.vision_config import VisionConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 
 
-def read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every weight of `config` as `dtype`. A tensor that is missing, misshapen, or of no known use is a ModelError."""
-    shapes = dict(config.weight_shapes())
+def read_weights(
+    folder: Path, config: ModelConfig | None, dtype: torch.dtype, vision: VisionConfig | None = None
+) -> dict[str, Tensor]:
+    """Every weight of `config` and of `vision` as `dtype`. A tensor that is missing, misshapen, or of no known use is a
+    ModelError. Without `config`, those of `vision` alone."""
+    shapes = {} if config is None else dict(config.weight_shapes())
+    name_of: Callable[[str], str] = str
+    if vision is not None:
+        shapes |= vision.weight_shapes()
+        name_of = _name_beside_vision
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
             with safe_open(path, framework="pt") as opened:
                 file: Any = opened  # the library is untyped
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                for stored in file.keys():  # noqa: SIM118 (not a mapping)
+                    name = name_of(stored)
                     if name in shapes:
-                        weights[name] = _read(path, file, name, shapes[name], dtype)
-                    elif not _ignorable(name, config):
-                        raise ModelError(f"{path}: tensor {name} has no place in a {config.architecture} model")
+                        weights[name] = _read(path, file, stored, shapes[name], dtype)
+                    elif config is not None and not _ignorable(name, config):
+                        raise ModelError(f"{path}: tensor {stored} has no place in a {config.architecture} model")
         except FileNotFoundError:
             raise ModelError(f"{path} is missing") from None
         except (OSError, SafetensorError) as error:
@@ -68,6 +77,12 @@ def _read(path: Path, file: Any, name: str, shape: tuple[int, ...], dtype: torch
     # A copy, always: the file is mapped, and would change under a running engine when somebody replaces it.
     weight: Tensor = file.get_tensor(name).to(dtype, copy=True)
     return weight
+
+
+def _name_beside_vision(stored: str) -> str:
+    """Of a text model's weight, what it is named in a model that is nothing else."""
+    prefix = "model.text_model."
+    return f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:

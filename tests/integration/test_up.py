@@ -22,6 +22,9 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
+
+from tests.tiny_vlm import make_tiny_vlm
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -109,6 +112,13 @@ def chat(facts: dict[str, Any]) -> dict[str, Any]:
         return dict(json.load(response))
 
 
+def sample(url: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
+
+
 def test_it_serves_and_ends_on_sigterm(start: Any, tmp_path: Path) -> None:
     up = start("--served-model-name", "tiny", "--decode", "2")
     facts = up.ready()
@@ -147,6 +157,24 @@ def test_it_serves_and_ends_on_sigterm(start: Any, tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     assert_gone(children)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("backhaul-")]
+
+
+def test_pictures_are_encoded_by_an_encoder(start: Any, tmp_path: Path) -> None:
+    up = start("--encoder", model=make_tiny_vlm(tmp_path / "vlm"))
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (48, 40), (200, 30, 90)).save(picture)
+    facts = up.ready()
+    assert [engine["role"] for engine in facts["engines"]] == ["prefill", "decode", "encode"]
+    assert "chat --base-url" in up.log.read_text()
+    flags = ("--base-url", facts["base_url"], "--image", str(picture), "--max-tokens", "4")
+    chat = [sys.executable, "-m", "backhaul", "chat", *flags]
+    said = subprocess.run(chat, input=b"What is it?\nAnd now?\n", capture_output=True, timeout=60, check=True)
+    assert len(said.stderr.splitlines()) == 2
+    encoded = {engine["role"]: sample(engine["url"], "backhaul_engine_encodes_total") for engine in facts["engines"]}
+    assert encoded == {"encode": 1, "prefill": 0, "decode": 0}
+    assert sample(facts["router"]["url"], "backhaul_router_media_total") == 2
+    up.process.terminate()
+    assert up.ended()[0] == 0
 
 
 def test_ctrl_c_while_starting_ends_it(start: Any) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from connectors.wire.openai import bad_request
 from engine.api.bodies.base import Body, Objects, at_most, parse, refuse_unsupported
 from engine.api.bodies.generation import GenerationBody, check_stream_options
+from engine.api.bodies.media import MediaFields, PicturePart, wrong_with
 from engine.api.bodies.response_format import ResponseFormat, response_grammar
 from engine.api.bodies.sampling import UNSUPPORTED
 from engine.formats.base import Prompt, ToolChoice
@@ -37,7 +38,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | PicturePart] | None = None
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
@@ -51,9 +52,14 @@ class Message(BaseModel):
             at_most(MAX_PARTS, value, "content parts")
         for index, part in enumerate(value if isinstance(value, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                raise ValueError(f"content part {index} has type {str(kind)[:40]!r}; this engine takes text parts only")
-            if not isinstance(part.get("text"), str):
+            if kind in ("image_url", "image_embeds"):
+                if wrong := wrong_with(part):
+                    raise ValueError(f"content part {index} {wrong}")
+            elif kind != "text":
+                raise ValueError(
+                    f"content part {index} has type {str(kind)[:40]!r}; this engine takes text and image_url parts"
+                )
+            elif not isinstance(part.get("text"), str):
                 raise ValueError(f"content part {index} has no text")
         return value
 
@@ -61,18 +67,26 @@ class Message(BaseModel):
     def text(self) -> str:
         """Its content, of parts on a line each."""
         if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
+            return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
 
     def for_template(self) -> dict[str, Any]:
         """What the client sent, defaults left out. Not model_dump: that fails on values nested some hundred deep."""
         given = {name: value for name, value in self if name in self.model_fields_set}
         if isinstance(self.content, list):
-            given["content"] = [{"type": part.type, "text": part.text} for part in self.content]
+            given["content"] = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+                for part in self.content
+            ]
         return given
 
+    @property
+    def pictures(self) -> list[PicturePart]:
+        content = self.content if isinstance(self.content, list) else ()
+        return [part for part in content if isinstance(part, PicturePart)]
 
-class ChatPrompt(Body):
+
+class ChatPrompt(MediaFields):
     """The part of a chat request that the template sees; `/tokenize` takes it too."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -105,6 +119,11 @@ class ChatPrompt(Body):
             if wrong := _wrong_with(tool):
                 raise ValueError(f"tool {index} {wrong}")
         return tools
+
+    @property
+    def pictures(self) -> list[PicturePart]:
+        """In the order in which they are shown."""
+        return [part for message in self.messages for part in message.pictures]
 
     @property
     def generation_prompt(self) -> bool:

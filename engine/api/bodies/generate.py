@@ -11,6 +11,7 @@ from connectors.wire.openai import bad_request
 from engine.api.bodies.base import MAX_TOKEN_IDS, TokenId, at_most, parse, refuse_unsupported
 from engine.api.bodies.chat import ChatBody, parse_chat
 from engine.api.bodies.generation import StreamBody, check_stream_options
+from engine.api.bodies.media import Features
 from engine.api.bodies.sampling import UNSUPPORTED, SamplingBody
 
 OutputMode = Literal["tokens", "text", "derender"]
@@ -34,6 +35,8 @@ class GenerateBody(StreamBody):
     parse_context: dict[str, Any] | None = None
     """Of a chat, as its render tells it: how the message is to be read. For output_mode "derender"."""
     priority: int | None = None
+    features: Features | None = None
+    """Pictures in the prompt, whose encodings the request's ec_transfer_params tell of."""
 
     @field_validator("token_ids", mode="before")
     @classmethod
@@ -48,14 +51,12 @@ class GenerateBody(StreamBody):
 
 CONTEXT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
 """The fields of a chat that say how its answer is read."""
-_MEDIA = ("features", "content_parts")
 _SAMPLING_OFF = {f"sampling_params.{name}": off for name, off in UNSUPPORTED.items()}
 
 
 def parse_generate(body: Mapping[str, Any]) -> GenerateBody:
-    for field in _MEDIA:
-        if body.get(field):
-            raise bad_request(f"{field}: this engine takes text only, leave it out", param=field)
+    if body.get("content_parts"):
+        raise bad_request("content_parts: not taken by this engine, leave it out", param="content_parts")
     sampling = body.get("sampling_params")
     if isinstance(sampling, dict):
         refuse_unsupported({f"sampling_params.{name}": value for name, value in sampling.items()}, _SAMPLING_OFF)

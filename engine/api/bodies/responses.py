@@ -11,6 +11,7 @@ from connectors.wire.openai import APIError, bad_request
 from engine.api.bodies.base import OFF, Body, Objects, at_most, parse, refuse_unsupported
 from engine.api.bodies.chat import MAX_FUNCTION_NAME, MAX_TOOLS
 from engine.api.bodies.generation import StreamBody, check_stream_options
+from engine.api.bodies.media import MediaFields
 from engine.api.bodies.sampling import UNSUPPORTED, SamplingBody
 from engine.api.bodies.structured import json_schema
 from engine.formats.base import ToolChoice
@@ -96,7 +97,7 @@ class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesPrompt(Body):
+class ResponsesPrompt(MediaFields):
     """The part of a request that becomes its prompt."""
 
     input: str | Objects

@@ -23,11 +23,12 @@ from engine.app import make_app
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.formats.choose import choose_format
+from engine.media.sight import Sight
 from engine.messages import Inbox, Output, Shutdown, Stop, Submit
 from engine.metrics import EngineMetrics
 from engine.request import Request
 from engine.tokenizer_files import tokenizer_from_folder
-from tests.tiny import VOCAB_SIZE, vocabulary
+from tests.tiny import vocabulary
 
 ENGINE_ID = "the-engine"
 MAX_MODEL_LEN = 256
@@ -109,6 +110,7 @@ class Stage:
         seals: SealKeys | None = None,
         enable_scale_out: bool = True,
         chat_template: Path | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self.script: Script = says("hello")
         self.on_stop: Callable[[Request, int], Output] = lambda request, _: Output(request.request_id, [], "stop")
@@ -143,12 +145,13 @@ class Stage:
             client=self.client,
             metrics=self.metrics,
             inbox=self.inbox,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.tokenizer.vocab_size,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
             model_fingerprint=bytes(16),
             kv=KVSide(ENGINE_ID, connector) if kv else None,
             seals=seals,
+            sight=sight,
         )
         config = EngineConfig(model="tiny", role=role, max_body_bytes=max_body_bytes, enable_scale_out=enable_scale_out)
         self.worker = Worker(config, serving=self.serving)

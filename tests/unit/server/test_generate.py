@@ -104,7 +104,9 @@ async def test_sampling_params_are_nested(stage: Stage) -> None:
         ({"output_mode": "derender", "parse_context": {"strange": 1}}, "parse_context.strange"),
         ({"output_mode": "derender", "parse_context": {"tools": 1}}, "tools"),
         ({"parse_context": 1}, "parse_context"),
-        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"features": 5}, "features"),
+        ({"features": {"mm_hashes": {}}}, "features.mm_metadata"),
+        ({"features": {"mm_hashes": {"image": ["a"]}, "mm_metadata": {}}}, "features"),
         ({"content_parts": [{}]}, "content_parts"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"request_id": 1}, "request_id"),
@@ -120,8 +122,9 @@ async def test_bad_bodies_are_refused_naming_the_field(stage: Stage, change: dic
 
 
 async def test_media_are_refused_in_words(stage: Stage) -> None:
-    _, answer = await stage.post(GENERATE, BODY | {"features": {"mm_hashes": {"image": ["a"]}}})
-    assert "text only" in answer["error"]["message"]
+    features = {"mm_hashes": {"image": ["a"]}, "mm_metadata": {"image": [{"rows": 0, "cols": 0}]}}
+    _, answer = await stage.post(GENERATE, BODY | {"features": features})
+    assert answer["error"]["message"] == "features: this model takes no pictures"
 
 
 async def test_prompt_ids_are_told_once_and_only_if_asked_for(stage: Stage) -> None:
