@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import mimetypes
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import aiohttp
 from pydantic import Field, SecretStr
@@ -18,7 +21,8 @@ from pydantic import Field, SecretStr
 from backhaul.errors import CommandError
 from backhaul.settings import Settings
 
-Message = dict[str, str]
+Message = dict[str, Any]
+MAX_IMAGE_BYTES: Final = 20 << 20
 
 
 class ChatConfig(Settings):
@@ -30,6 +34,8 @@ class ChatConfig(Settings):
     """Default: the first one the server lists."""
     system: str | None = None
     """System prompt."""
+    image: tuple[Path, ...] = ()
+    """Picture that goes with the first message."""
     max_tokens: Annotated[int, Field(ge=1)] = 1024
     """Longest answer, in tokens: a small model may otherwise ramble on until its context is full."""
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -153,6 +159,8 @@ class Chat:
         self.model = config.model or ""
         self.base_url = config.base_url.rstrip("/")
         self.history: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
+        self._images = [_image(path) for path in config.image]
+        """For the next message."""
         self._limits = {"max_tokens": config.max_tokens, "temperature": config.temperature}
         key = config.api_key.get_secret_value() if config.api_key else os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
@@ -176,7 +184,8 @@ class Chat:
 
     async def say(self, text: str, answer: Answer) -> None:
         """Send one message and print the answer as it comes. What was shown stays in the history, cut short or not."""
-        self.history.append({"role": "user", "content": text})
+        content = [*self._images, {"type": "text", "text": text}] if self._images else text
+        self.history.append({"role": "user", "content": content})
         answer.began = time.monotonic()
         try:
             async for piece in self._stream(answer):
@@ -185,6 +194,7 @@ class Chat:
         finally:
             if answer.text:
                 self.history.append({"role": "assistant", "content": answer.text})
+                self._images = []
             else:
                 self.history.pop()
 
@@ -222,6 +232,21 @@ class Chat:
             return CommandError(f"--base-url {self.base_url}: not a URL; give it as http://HOST:PORT/v1")
         reason = "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
         return CommandError(f"{self.base_url}: {reason}")
+
+
+def _image(path: Path) -> Message:
+    """The picture as part of a message. Raises CommandError."""
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    if not kind.startswith("image/"):
+        raise CommandError(f"--image {path}: not a picture, by its name; one ends in .png, .jpg and the like")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise CommandError(f"--image {path}: {error.strerror}") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise CommandError(f"--image {path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
 
 
 def _piece(chunk: dict[str, Any], answer: Answer) -> str:

@@ -34,6 +34,8 @@ class Setting:
     choices: tuple[str, ...]
     metavar: str
     secret: bool
+    bare: str | None = None
+    """What the flag means without a value, where it may stand alone."""
 
     @property
     def key(self) -> str:
@@ -105,7 +107,14 @@ def _setting(
         choices=choices,
         metavar=metavar,
         secret=secret,
+        bare=_bare(field),
     )
+
+
+def _bare(field: FieldInfo) -> str | None:
+    """Declared by the field, as `Field(json_schema_extra={"bare": …})`."""
+    extra = field.json_schema_extra
+    return str(extra["bare"]) if isinstance(extra, dict) and "bare" in extra else None
 
 
 def _core(annotation: Any) -> Any:

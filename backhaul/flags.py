@@ -90,6 +90,17 @@ def _add(group: argparse._ActionsContainer, setting: Setting) -> None:
             help=argparse.SUPPRESS if not setting.default else f"Turn {setting.flag} off.",
         )
         return
+    if setting.bare is not None:
+        group.add_argument(
+            setting.flag,
+            dest=setting.key,
+            nargs="?",
+            const=setting.bare,
+            default=argparse.SUPPRESS,
+            metavar=setting.metavar,
+            help=help,
+        )
+        return
     if setting.kind == "list":
         help = f"{help} May be repeated.".strip()
     group.add_argument(

@@ -8,7 +8,8 @@ import shutil
 import sys
 
 
-def announcement(base_url: str, model: str) -> str:
+def announcement(base_url: str, model: str, *, sees: bool = False) -> str:
+    """`sees`: the model takes pictures."""
     return f"""
 Backhaul is ready.
 
@@ -25,7 +26,7 @@ or in Python, with the openai package:
 
 or in this terminal's neighbour:
 
-    {command()} chat --base-url {base_url}
+    {command()} chat --base-url {base_url}{" --image FILE" if sees else ""}
 
 Ctrl-C stops everything.
 """

@@ -207,12 +207,15 @@ class Stack:
 
 
 def _is_ready(url: str) -> bool:
+    """Whether the router serves turns, and has heard from every engine: they are ready before it is started."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or _LOOPBACK, where.port, timeout=2.0)
     try:
         connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except OSError:
+        response = connection.getresponse()
+        engines = json.loads(response.read())["engines"]
+        return response.status == 200 and all(engine["state"] == "ready" for engine in engines)
+    except (OSError, ValueError, LookupError):
         return False
     finally:
         connection.close()

@@ -1,93 +1,94 @@
-"""`backhaul status`: what a router says of itself and its engines, as a table."""
+"""`backhaul status`: what a router says of itself and its engines, once or again and again."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import shutil
+import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Final
+from collections.abc import Iterable
+from typing import Annotated, Final, TextIO
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from backhaul.errors import CommandError
 from backhaul.settings import Settings
+from backhaul.status_view import Status, lines
 
 PATH: Final = "/admin/status"
 MAX_BYTES: Final = 16 << 20
-MAX_WIDTH: Final = 60
+CLEAR: Final = "\x1b[H\x1b[J"
+"""To the first line, and nothing below."""
 
 
 class StatusConfig(Settings):
-    """Show what a router says of its engines: their state, what they can do, and what turns do without."""
+    """Show what a router says of its engines: their state and load, what they can do, and what turns do without. Its
+    admin port tells of the last turns too."""
 
     url: str = "http://127.0.0.1:8000"
-    """Of the router."""
+    """Of the router, or of its admin port."""
     as_json: Annotated[bool, Field(alias="json")] = False
-    """Print what it answers instead of a table."""
+    """Print what it answers instead of a table; with --watch, each answer on a line."""
+    watch: bool = False
+    """Go on showing it, until Ctrl-C."""
+    interval: Annotated[float, Field(ge=0.1)] = 2.0
+    """Seconds between two looks, with --watch."""
     timeout: Annotated[float, Field(gt=0)] = 5.0
     """Seconds to wait for its answer."""
-
-
-class Fact(BaseModel):
-    value: bool | int | str
-    source: str
-
-
-class Lowered(BaseModel):
-    capability: str
-    words: str
-
-
-class Engine(BaseModel):
-    url: str
-    role: str
-    state: str
-    in_flight: int
-    models: list[str]
-    num_models: int
-    capabilities: dict[str, Fact]
-    lowers: list[Lowered]
-
-
-class Count(BaseModel):
-    what: str
-    why: str
-    count: int
-
-
-class Status(BaseModel):
-    """The part of the answer that is shown."""
-
-    version: str
-    ready: bool
-    draining: bool
-    turns_in_flight: int
-    engines: list[Engine]
-    turns: dict[str, int]
-    plans: dict[str, int]
-    last_kv: dict[str, int]
-    releases: dict[str, int]
-    lowered: list[Count]
 
 
 def run_status(config: StatusConfig) -> int:
     """Print it. Returns 0 if the router serves turns, 1 if not. Raises CommandError if it does not answer."""
     url = config.url.rstrip("/").removesuffix("/v1")
+    if config.watch:
+        return _watch(config, url)
     answer = fetch(url, config.timeout)
-    try:
-        status = Status.model_validate_json(answer)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the answer"
-        raise CommandError(f"--url {url}: no status of a router: {where}: {first['msg']}") from None
+    status = _read(answer, url)
     if config.as_json:
         print(json.dumps(json.loads(answer), indent=2))
     else:
         for line in lines(status, url):
             print(_printable(line))
     return 0 if status.ready else 1
+
+
+def _watch(config: StatusConfig, url: str) -> int:
+    """A router that does not answer may be starting: it is asked again."""
+    try:
+        while True:
+            try:
+                answer = fetch(url, config.timeout)
+                if config.as_json:
+                    print(json.dumps(json.loads(answer)), flush=True)
+                else:
+                    _show(lines(_read(answer, url), url), sys.stdout)
+            except CommandError as error:
+                _show([f"{time.strftime('%H:%M:%S')} {error}"], sys.stderr if config.as_json else sys.stdout)
+            time.sleep(config.interval)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(text: Iterable[str], stream: TextIO) -> None:
+    """In place of what is on the terminal, as much as there is room for; elsewhere below what was there."""
+    printable = [_printable(line) for line in text]
+    if stream.isatty():
+        width, height = shutil.get_terminal_size()
+        printable = [CLEAR + printable[0][: width - 1], *(line[: width - 1] for line in printable[1 : height - 1])]
+    print("\n".join(printable), file=stream, flush=True)
+
+
+def _read(answer: bytes, url: str) -> Status:
+    """Raises CommandError."""
+    try:
+        return Status.model_validate_json(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the answer"
+        raise CommandError(f"--url {url}: no status of a router: {where}: {first['msg']}") from None
 
 
 def fetch(url: str, timeout: float) -> bytes:
@@ -108,84 +109,6 @@ def fetch(url: str, timeout: float) -> bytes:
     if len(body) > MAX_BYTES:
         raise CommandError(f"--url {url}: answered with more than {MAX_BYTES} bytes")
     return body
-
-
-def lines(status: Status, url: str) -> Iterator[str]:
-    state = "draining" if status.draining else "ready" if status.ready else "not ready"
-    yield f"backhaul {status.version} at {url}: {state}, {status.turns_in_flight} turns in flight"
-    yield ""
-    yield from table(
-        (
-            "ROLE",
-            "ENGINE",
-            "STATE",
-            "IN FLIGHT",
-            "KIND",
-            "BLOCK",
-            "TWO-WAY",
-            "STREAMS",
-            "TOKENIZE",
-            "RELEASE",
-            "MODELS",
-        ),
-        [
-            (
-                engine.role,
-                engine.url,
-                engine.state,
-                str(engine.in_flight),
-                " ".join(_value(engine, name) for name in ("kind", "version") if name in engine.capabilities) or "?",
-                *(_value(engine, name) for name in ("block_size", "bidirectional", "streams_carry_params")),
-                *(_value(engine, name) for name in ("tokenize", "release")),
-                _models(engine),
-            )
-            for engine in status.engines
-        ],
-    )
-    yield ""
-    yield "yes, no: seen or stated; yes*, no*: assumed of its kind and version; ?: not known"
-    if any(engine.lowers for engine in status.engines):
-        yield ""
-        yield "What turns do without:"
-        yield from table(
-            ("ROLE", "ENGINE", "CAPABILITY", "SO"),
-            [(one.role, one.url, lack.capability, lack.words) for one in status.engines for lack in one.lowers],
-            limit=120,
-        )
-    yield ""
-    yield "Since its start:"
-    yield f"  turns                  {_counts(status.turns)}"
-    yield f"  engines chosen for     {_counts(status.plans)}"
-    yield f"  KV of the turn before  {_counts(status.last_kv)}"
-    yield f"  blocks given back      {_counts(status.releases)}"
-    lowered = {f"{one.what} ({one.why})": one.count for one in status.lowered}
-    yield f"  done without           {_counts(lowered)}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, limit: int = MAX_WIDTH) -> Iterator[str]:
-    """Columns as wide as what is in them."""
-    cut = [[cell if len(cell) <= limit else cell[: limit - 1] + "…" for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
-    for row in cut:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _value(engine: Engine, name: str) -> str:
-    fact = engine.capabilities.get(name)
-    if fact is None:
-        return "?"
-    if not isinstance(fact.value, bool):
-        return str(fact.value)
-    return ("yes" if fact.value else "no") + ("*" if fact.source == "assumed" else "")
-
-
-def _models(engine: Engine) -> str:
-    more = f" and {engine.num_models - 3} more" if engine.num_models > 3 else ""
-    return ", ".join(engine.models[:3]) + more or "-"
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "-"
 
 
 def _printable(text: str) -> str:

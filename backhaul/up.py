@@ -31,7 +31,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class UpConfig(Settings):
-    """Start Valkey, prefill and decode engines and the router on this machine, until Ctrl-C."""
+    """Start Valkey, prefill, decode and encode engines and the router on this machine, until Ctrl-C."""
 
     model: str | None = None
     """A GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct, fetched once."""
@@ -43,6 +43,8 @@ class UpConfig(Settings):
     """Number of prefill engines."""
     decode: Positive = 1
     """Number of decode engines."""
+    encoder: Annotated[int, Field(ge=0, json_schema_extra={"bare": 1})] = 0
+    """Number of encode engines, for a model that sees pictures; --encoder alone: 1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV. auto: bfloat16 where the device computes it natively, else float32."""
     max_model_len: Positive | None = None
@@ -68,6 +70,8 @@ def run_up(config: UpConfig) -> int:
     if config.model is not None and not _absolute(config.model).exists():
         raise CommandError(f"--model {config.model}: no such file or folder; give a GGUF file or a Hugging Face folder")
     _check_port(config.host, config.port)
+    if config.encoder and config.model is None:
+        raise CommandError("--encoder: needs a model that sees pictures; give its Hugging Face folder with --model")
     if config.json_file is not None:
         config.json_file.unlink(missing_ok=True)
     with _folders(config) as (folder, logs):
@@ -97,7 +101,7 @@ async def _start(config: UpConfig, stack: Stack, display: Display) -> Running:
         name = name or models.DEFAULT_MODEL.name
     else:
         model = _absolute(config.model)
-    num_engines = config.prefill + config.decode
+    num_engines = config.prefill + config.decode + config.encoder
     # Engines share the cores: with more compute threads than cores they spend their time waiting for each other.
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // num_engines)
     flags = ["--model", str(model), "--dtype", config.dtype, "--threads", str(threads)]
@@ -115,13 +119,13 @@ def _absolute(path: str) -> Path:
 
 
 def _engine_names(config: UpConfig) -> Iterator[tuple[str, str]]:
-    for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+    for role, count in (("prefill", config.prefill), ("decode", config.decode), ("encode", config.encoder)):
         for number in range(1, count + 1):
             yield role, role if count == 1 else f"{role}-{number}"
 
 
 def _announce(config: UpConfig, running: Running) -> None:
-    print(announcement(running.base_url, running.model), flush=True)
+    print(announcement(running.base_url, running.model, sees=config.encoder > 0), flush=True)
     if not _compiler():
         print("Note: no C++ compiler here: the engines use torch alone, which is slower. Install g++.", file=sys.stderr)
     if config.json_file is not None:

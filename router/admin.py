@@ -7,14 +7,17 @@ from typing import Final
 from aiohttp import web
 
 from connectors.wire.openai import APIError, bad_request
+from router import drains, jsontext
 from router.body import read_object
 from router.context import ROUTER
 from router.metrics import CONTENT_TYPE
+from router.siblings import METRICS
 from router.status import status_of
 
 STATUS_PATH: Final = "/admin/status"
 DRAIN_PATH: Final = "/admin/drain"
 MAX_BODY_BYTES: Final = 64 << 10
+NOT_STORED: Final = {"Cache-Control": "no-store"}
 
 
 async def health(_: web.Request) -> web.Response:
@@ -37,31 +40,44 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[ROUTER].metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    """Of all processes of this router."""
+    [text] = await request.app[ROUTER].siblings.gather(METRICS)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def status(request: web.Request) -> web.Response:
     """The engines, what they can do and how that is known, and what turns do without. Holds no secret and nothing of
     any conversation, but names engines: not for clients."""
-    return web.json_response(status_of(request.app[ROUTER]), headers={"Cache-Control": "no-store"})
+    return await _status(request, recent=False)
+
+
+async def operators_status(request: web.Request) -> web.Response:
+    """The same, with what turns did of late."""
+    return await _status(request, recent=True)
+
+
+async def _status(request: web.Request, *, recent: bool) -> web.Response:
+    told = await status_of(request.app[ROUTER], recent=recent)
+    return web.Response(body=jsontext.dumps(told), content_type="application/json", headers=NOT_STORED)
 
 
 async def drain(request: web.Request) -> web.Response:
-    """Have an engine drained, or take that back: `{"engine": URL, "role": "prefill" or "decode", "drain": true}`.
+    """Have an engine drained, or take that back: `{"engine": URL, "role": ROLE, "drain": true}`.
 
     It gets no new turns, finishes what it has, and its blocks may still be read; until this router ends, or is told
     otherwise."""
     router = request.app[ROUTER]
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise APIError(403, "A page from elsewhere may not do this.", type="ForbiddenError")  # in an operator's browser
     body = await read_object(request, MAX_BODY_BYTES)
     url, role, on = body.get("engine"), body.get("role"), body.get("drain", True)
     if not isinstance(url, str):
         raise bad_request("The URL of an engine expected, as the status names it.", param="engine")
-    if role not in (None, "prefill", "decode"):
-        raise bad_request("prefill or decode expected, or nothing for both.", param="role")
+    if role not in (None, "prefill", "decode", "encode"):
+        raise bad_request("prefill, decode or encode expected, or nothing for all.", param="role")
     if not isinstance(on, bool):
         raise bad_request("true or false expected.", param="drain")
-    engines = router.pool.drain(url.rstrip("/"), role, on=on)
+    engines = await drains.drain(router, url.rstrip("/"), role, on=on)
     if not engines:
         raise APIError(404, "There is no such engine.", type="NotFoundError", param="engine")
-    told = [{"url": one.name, "role": one.role, "state": one.state, "in_flight": one.in_flight} for one in engines]
-    return web.json_response({"engines": told})
+    return web.json_response({"engines": engines})

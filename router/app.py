@@ -12,7 +12,7 @@ from aiohttp import web
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.openapi import PATH
 from connectors.wire.seal import SealKeys
-from router import admin, jsontext
+from router import admin, drains, jsontext, page, status
 from router.admission import Gate
 from router.api import abort, models, passthrough
 from router.api.chat import Chat
@@ -35,8 +35,11 @@ from router.metrics import Metrics
 from router.openapi import openapi
 from router.pool import Pool
 from router.release import Releases
+from router.siblings import METRICS, SNAPSHOT
+from router.status import STATUS
 from router.store import Store
 from router.sweep import Sweeper
+from router.tracing import check_tracing, open_tracing
 from router.turn import run_turn
 from router.upstream import ABORT_PATH, RELEASE_SECONDS, Upstream
 from router.watch import Watch
@@ -45,7 +48,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (Chat(), Completions(), Responses(), Ge
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "encode")
 NOWHERE: Final = "nowhere"
 
 log = logging.getLogger("router")
@@ -54,6 +57,8 @@ log = logging.getLogger("router")
 def build_app(config: RouterConfig) -> web.Application:
     """Raises ValueError for settings that only now turn out to be wrong."""
     seals = SealKeys.from_settings(config.seal_key, config.seal_key_file)
+    if config.trace_endpoint is not None:
+        check_tracing()
     app = web.Application(client_max_size=config.max_body_bytes)
     routes: list[tuple[str, str, Handler]] = [
         *(("POST", endpoint.path, partial(run_turn, endpoint=endpoint)) for endpoint in ENDPOINTS),
@@ -89,12 +94,13 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
         max_record_bytes=config.max_record_bytes,
         metrics=metrics,
     )
+    tracing = open_tracing(config.trace_endpoint, config.trace_sample) if config.trace_endpoint else None
     break_even, background = BreakEven(config.decode_only_tokens), Background()
     async with Client(config.connect_timeout) as client:
         pool = Pool([role for role in ROLES if config.entries(role)], stated=config.engines, limits=config.limits)
         watch = Watch(pool, client, interval=config.probe_interval, timeout=config.probe_timeout)
         discovery = Discovery(pool, {role: config.entries(role) for role in ROLES}, Cluster(config.service_account))
-        prefill_gate, decode_gate = (_gate(config, pool, role) for role in ROLES)
+        prefill_gate, decode_gate = _gate(config, pool, "prefill"), _gate(config, pool, "decode")
         upstream = Upstream(
             client,
             pool,
@@ -123,10 +129,16 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
             budget=RetryBudget(config.retry_share),
             prefill_gate=prefill_gate,
             decode_gate=decode_gate,
+            tracing=tracing,
         )
         metrics.follow(
             pool, lambda: router.turns.count, lambda: break_even.tokens, prefill=prefill_gate, decode=decode_gate
         )
+        router.siblings.answer(METRICS, metrics.tell)
+        router.siblings.answer(abort.ABORT, abort.answers(router))
+        router.siblings.answer(drains.DRAIN, drains.answers(router))
+        router.siblings.answer(STATUS, status.answers(router))
+        router.siblings.answer(SNAPSHOT, metrics.tell_siblings)
         pinging = background.start(store.ping())  # says in the log if nobody answers
         sweeper.start()
         watch.start()
@@ -138,6 +150,8 @@ async def parts(app: web.Application, config: RouterConfig, seals: SealKeys | No
         await sweeper.close()
         await background.settle(RELEASE_SECONDS)
     await store.close()
+    if tracing is not None:
+        await tracing.close()
 
 
 def _gate(config: RouterConfig, pool: Pool, role: Role) -> Gate:
@@ -154,7 +168,8 @@ def build_admin_app(router: Router) -> web.Application:
         ("GET", "/health", admin.health),
         ("GET", "/ready", admin.ready),
         ("GET", "/metrics", admin.metrics),
-        ("GET", admin.STATUS_PATH, admin.status),
+        ("GET", admin.STATUS_PATH, admin.operators_status),
+        *(("GET", path, handler) for path, handler in page.routes()),
         ("POST", admin.DRAIN_PATH, admin.drain),
         ("*", "/{path:.*}", nowhere),
     ]

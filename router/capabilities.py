@@ -165,11 +165,16 @@ _LOWERS: Final[tuple[tuple[str, str, tuple[bool | None, ...], str], ...]] = (
     ("seal", "both", (False,), "takes transfer params from whoever reaches its port: keep that to the router"),
 )
 
+_OF_ENCODERS: Final = ("kind", "seal")
+"""What matters of an engine that encodes media and does nothing else."""
+
 
 def lowers(known: Capabilities, role: str) -> Iterator[Lowered]:
     """What an engine of this role lacks, and what that costs."""
     for name, of_role, values, words in _LOWERS:
         value = getattr(known, name)
+        if role == "encode" and name not in _OF_ENCODERS:
+            continue
         if of_role in ("both", role) and any(value is one for one in values):
             if name == "block_size" and known.kind == OURS:
                 continue  # its offers say it

@@ -72,9 +72,13 @@ def choose(able: Sequence[C], last: str | None, slack: float, *, prefix: bytes |
         if own is not None and own.load <= most:
             return own
     elif prefix is not None:
-        spillover = [one for one in well if one.load <= most]
-        return max(spillover, key=lambda one: blake2b(one.url.encode(), key=prefix, digest_size=8).digest())
+        return by_hash([one for one in well if one.load <= most], prefix)
     return idle
+
+
+def by_hash(able: Sequence[C], digest: bytes) -> C:
+    """Always the same one for the same digest, as long as it is among them."""
+    return max(able, key=lambda one: blake2b(one.url.encode(), key=digest, digest_size=8).digest())
 
 
 def idler(able: Sequence[C], draw: random.Random) -> C:

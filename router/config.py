@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 from router.discovery.kube import SERVICE_ACCOUNT
 from router.discovery.parse import check
+from router.member import Role
 from router.redis_address import RedisAddress, password_file, redis_url
 from router.statement import EngineStatement, without_user
 
@@ -34,6 +35,8 @@ class RouterConfig(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that serve the port together, each on a core of its own. Limits such as prefill_limit hold for each."""
     admin_host: str = "127.0.0.1"
     """Address to listen on for operators."""
     admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -43,6 +46,9 @@ class RouterConfig(BaseModel):
     endpointslices://NAMESPACE/SERVICE?port=…. With none, decode engines prefill for themselves."""
     decode: Annotated[Entries, Field(min_length=1)]
     """The same of decode engines."""
+    encode: Entries = ()
+    """The same of encode engines, which turn pictures, sound and film into encodings for the engine that prefills. With
+    none, and for what they fail at, that engine encodes for itself."""
     engines: Mapping[Annotated[str, AfterValidator(check)], EngineStatement] = Field(default_factory=dict)
     """What is stated of engines, by URL or by that of what names them, in place of having it found out: kind,
     block_size, bidirectional,
@@ -77,6 +83,11 @@ class RouterConfig(BaseModel):
     """Answer GET /admin/status, which names engines and what they can do."""
     explain: bool = True
     """Answer X-Backhaul-Explain: 1. The headers name engines, and tell whether a prompt was in a cache."""
+    trace_endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+/.+$")] | None = None
+    """Where traces of turns go: the URL of an OpenTelemetry collector for OTLP over HTTP, such as
+    http://collector:4318/v1/traces. Wants the extra `tracing`. Default: turns are not traced."""
+    trace_sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the turns whose client does not say whether they are traced (traceparent), how many are."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
     """Tokens: blocks of the last turn that hold fewer are not offered to the prefill engine; as for the engines."""
     kv_block_size: Positive | None = None
@@ -93,6 +104,15 @@ class RouterConfig(BaseModel):
     which do not."""
     prefill_fallback: Literal["fail", "decode"] = "fail"
     """When no prefill engine can be had: answer 503, or let the decode engine prefill for itself."""
+    encode_batch: Annotated[int, Field(ge=0)] = 0
+    """Most pictures in one request to an encode engine; 0: any number. Sound and film always go one by one."""
+    encode_timeout: Seconds = 30.0
+    """Seconds for one request to an encode engine."""
+    encode_required: bool = False
+    """When no encode engine can be had: answer 503, instead of having the engine that prefills encode."""
+    media_rewrite: bool = False
+    """Give the other engines, in place of pictures, what encode engines say of their size, so that none is fetched and
+    decoded again. Where that is not known of all, or an engine refuses it, they get the pictures."""
     affinity_slack: Annotated[int, Field(ge=0)] = 4
     """A conversation stays on its engines, and a system prompt goes to those that have seen it, unless they have this
     many more requests to work on than another."""
@@ -150,15 +170,15 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _engines_are_ours(self) -> Self:
-        sources = (*self.prefill, *self.decode)
+        sources = (*self.prefill, *self.decode, *self.encode)
         strange = [url for url in self.engines if url not in sources]
         if strange and all(one.startswith("http") for one in sources):  # others name engines only later
-            raise ValueError(f"engines: {strange[0]} is given neither as prefill nor as decode")
+            raise ValueError(f"engines: {strange[0]} is given neither as prefill nor as decode nor as encode")
         return self
 
-    def entries(self, role: Literal["prefill", "decode"]) -> tuple[str, ...]:
-        return self.prefill if role == "prefill" else self.decode
+    def entries(self, role: Role) -> tuple[str, ...]:
+        return {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
 
     @property
-    def limits(self) -> Mapping[Literal["prefill", "decode"], int | None]:
-        return {"prefill": self.prefill_limit, "decode": self.decode_limit}
+    def limits(self) -> Mapping[Role, int | None]:
+        return {"prefill": self.prefill_limit, "decode": self.decode_limit, "encode": None}

@@ -15,10 +15,13 @@ from router.config import RouterConfig
 from router.holdings import Holdings
 from router.metrics import Metrics
 from router.pool import Pool
+from router.recent import Recent
 from router.release import Releases
 from router.running import Running
+from router.siblings import Siblings
 from router.store import Store
 from router.sweep import Sweeper
+from router.tracing import Tracing
 from router.upstream import Upstream
 
 
@@ -37,8 +40,12 @@ class Router:
     budget: RetryBudget
     prefill_gate: Gate
     decode_gate: Gate
+    tracing: Tracing | None = None
+    """Only where turns are traced."""
     turns: InFlight = field(default_factory=InFlight)
+    recent: Recent = field(default_factory=Recent)
     running: Running = field(default_factory=Running)
+    siblings: Siblings = field(default_factory=Siblings)
     draining: bool = False
     """Set by SIGTERM: /ready says no, connections are not kept, requests are still served."""
 
@@ -46,7 +53,8 @@ class Router:
     def ready(self) -> bool:
         """Whether new requests should come here: turns can be served, and we are not about to stop."""
         needs_prefill = self.pool.has("prefill") and self.config.prefill_fallback == "fail"
-        return self.pool.is_up("decode") and (self.pool.is_up("prefill") or not needs_prefill) and not self.draining
+        serves = self.pool.is_up("decode") and (self.pool.is_up("prefill") or not needs_prefill)
+        return serves and not self.draining and self.siblings.all_listen
 
 
 ROUTER: Final = web.AppKey("router", Router)

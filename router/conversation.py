@@ -10,7 +10,7 @@ Finding a record proves nothing about the next prompt: before KV is reused the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
@@ -119,13 +119,20 @@ def name_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
 
 def media_digests(messages: object) -> tuple[str, ...]:
     """Digests of all parts of the messages that are no text, in order: for the rest, token ids say everything."""
-    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     return tuple(
-        _digest(jsontext.dumps_request(part, option=orjson.OPT_SORT_KEYS)).hex()
-        for content in contents
-        for part in (content if isinstance(content, list) else ())
-        if not (isinstance(part, str) or (isinstance(part, dict) and _kind(part) in _TEXT_PARTS | _REASONING_PARTS))
+        _digest(jsontext.dumps_request(part, option=orjson.OPT_SORT_KEYS)).hex() for _, part in beside_text(messages)
     )
+
+
+def beside_text(messages: object) -> Iterator[tuple[tuple[int, int], object]]:
+    """All parts of the messages that are no text, in order, each with the numbers of its message and of itself."""
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if not (
+                isinstance(part, str) or (isinstance(part, dict) and _kind(part) in _TEXT_PARTS | _REASONING_PARTS)
+            ):
+                yield (i, j), part
 
 
 def _digest(data: bytes) -> bytes:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client.core import GaugeMetricFamily
 
-from router.member import STATES
+from router.member import STATES, Role
 from router.pool import Pool
 
 LABELS: Final = ("role", "engine")
+POOL_READY: Final = "backhaul_router_pool_ready_engines"
 
 
 class EngineGauges:
@@ -30,7 +31,11 @@ class EngineGauges:
             for one in STATES:
                 if one != "gone":  # whose series are
                     state.add_metric((*labels, one), float(one == engine.state))
-        yield from (ready, in_flight, load, state)
+        able = GaugeMetricFamily(POOL_READY, "Engines of a pool that may be given turns.", labels=["role"])
+        for role in get_args(Role):
+            if self._pool.has(role):
+                able.add_metric([role], sum(one.ready for one in self._pool.of(role)))
+        yield from (ready, in_flight, load, state, able)
 
 
 def _family(name: str, words: str, *more: str) -> GaugeMetricFamily:

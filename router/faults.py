@@ -6,7 +6,9 @@ APIError                an engine refused the request itself (4xx): passed on as
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from connectors.wire.openai import APIError
@@ -30,6 +32,8 @@ class EngineFault(APIError):
         self.kind = kind
         self.may_be_blocks = False
         """It may have failed only at having the blocks that it was given."""
+        self.may_be_encodings = False
+        """Or the encodings of its media."""
 
     @property
     def unsent(self) -> bool:
@@ -37,6 +41,30 @@ class EngineFault(APIError):
         ours that is full; one that shuts down may have begun."""
         is_full = self.kind == "status" and self.status == 503 and self.engine.can.kind == OURS
         return self.kind == "unreachable" or (is_full and LEAVING not in self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an engine did to a turn, to be looked at again when more is known."""
+
+    engine: Engine
+    kind: FaultKind
+    at: float
+    """Event loop time."""
+    process: bytes
+    """Which process of the engine it was, if that is known."""
+
+    @classmethod
+    def of(cls, fault: EngineFault) -> Failure:
+        engine = fault.engine
+        return cls(engine, fault.kind, asyncio.get_running_loop().time(), engine.process)
+
+    @property
+    def was_survived(self) -> bool:
+        """Whether the engine only broke off: it was seen since, serves, and has not been started anew."""
+        engine = self.engine
+        seen = engine.process_seen_at > self.at and engine.process == self.process != b""
+        return self.kind == "disconnected" and seen and engine.ready
 
 
 def gone_for_now(engine: Engine) -> EngineFault:

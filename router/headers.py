@@ -39,6 +39,7 @@ _NOT_ONWARD: Final = HOP_BY_HOP | {
     "x-data-parallel-rank",
     "x-request-id",
 }
+_TRACED_NOT_ONWARD: Final = _NOT_ONWARD | {"traceparent", "tracestate"}
 _NOT_BACK: Final = HOP_BY_HOP | {"content-encoding", "content-length", "date", "server", "x-request-id"}
 
 OURS: Final = "x-backhaul-"
@@ -46,6 +47,8 @@ OURS: Final = "x-backhaul-"
 EXPLAIN: Final = "X-Backhaul-Explain"
 """The one a client may send, to us."""
 
+MAX_ID_IN_CHILD: Final = 112
+"""Characters of a request's id that its children's ids begin with."""
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")  # longer ones our engines would replace, each by another
 
 
@@ -55,14 +58,24 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _GOOD_ID.fullmatch(given) else os.urandom(16).hex()
 
 
-def onward(headers: CIMultiDictProxy[str], request_id: str, leg: str | None = None) -> str:
+def onward(headers: CIMultiDictProxy[str], request_id: str, leg: str | None = None, *, traced: bool = False) -> str:
     """Headers of a leg, as they are sent. Answers are asked for uncompressed: between neighbours it would cost more
-    than it saves."""
-    passed = _passing(headers, _NOT_ONWARD)
+    than it saves. `traced`: the client's place in a trace is not the engine's, which is told its own."""
+    passed = _passing(headers, _TRACED_NOT_ONWARD if traced else _NOT_ONWARD)
     passed += [("Content-Type", "application/json"), ("Accept-Encoding", "identity"), ("X-Request-Id", request_id)]
     if leg is not None:
         passed.append((LEG_HEADER, leg))
     return header_lines(passed)
+
+
+def child(lines: str, request_id: str, leg: str, number: int) -> str:
+    """The headers of one of several requests that a turn makes at the same time: `lines` with ids of its own."""
+    ids = os.urandom(3).hex()
+    own = [
+        ("X-Request-Id", f"{request_id[:MAX_ID_IN_CHILD]}:{number}:{ids}"),
+        (LEG_HEADER, f"{leg}-{number}-{ids}"),
+    ]
+    return lines.removesuffix(header_lines([("X-Request-Id", request_id), (LEG_HEADER, leg)])) + header_lines(own)
 
 
 def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

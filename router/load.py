@@ -1,4 +1,4 @@
-"""How busy an engine says it is, in the metrics that vLLM and our engine share."""
+"""How busy an engine says it is, in the metrics that vLLM and our engine share, and what ours holds for others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ FULL_FROM: Final = 0.9
 FULL_WEIGHT: Final = 8.0
 """Requests that a full cache counts as."""
 
-_GAUGE: Final = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^\n]*\})? ([0-9.eE+-]{1,32})$",
-    re.MULTILINE,
+KV_USE: Final = b"vllm:kv_cache_usage_perc"
+_NAMES: Final = (
+    *(b"vllm:num_requests_running", b"vllm:num_requests_waiting", KV_USE),
+    *(b"backhaul_engine_leases_held", b"backhaul_engine_blocks_pinned", b"backhaul_engine_blocks_idle"),
 )
+_STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+-]{1,32})$", re.MULTILINE)
+_GAUGE: Final = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,16 @@ class Load:
     """From 0 to 1; of several ranks, the fullest."""
     ours: int = 0
     """Requests of this router's that it had then."""
+    is_told: bool = False
+    """Whether it said anything at all."""
+    leases: float = 0.0
+    """Offers and hand-overs it holds blocks for; only ours tell, and the next two."""
+    pinned: float = 0.0
+    """Blocks a reader may be reading."""
+    idle: float = 0.0
+    """Blocks kept for a next turn, which whoever needs the room may take."""
+    started: bytes = b""
+    """When its process began, as it tells it; nothing if it does not."""
 
     @property
     def beside(self) -> float:
@@ -36,7 +49,7 @@ class Load:
 
 def read_load(text: bytes | bytearray, *, ours: int) -> Load:
     """From a scrape; what it does not say counts as nothing."""
-    sums = {b"num_requests_running": 0.0, b"num_requests_waiting": 0.0, b"kv_cache_usage_perc": 0.0}
+    sums: dict[bytes, float] = {}
     for found in _GAUGE.finditer(text):
         name = found[1]
         try:
@@ -45,6 +58,9 @@ def read_load(text: bytes | bytearray, *, ours: int) -> Load:
             continue
         if not 0.0 <= value < 1e9:
             continue
-        sums[name] = max(sums[name], value) if name == b"kv_cache_usage_perc" else sums[name] + value
-    running, waiting, kv_use = sums.values()
-    return Load(running, waiting, min(kv_use, 1.0), ours)
+        last = sums.get(name, 0.0)
+        sums[name] = max(last, value) if name == KV_USE else last + value
+    running, waiting, kv_use, leases, pinned, idle = (sums.get(name, 0.0) for name in _NAMES)
+    found_start = _STARTED.search(text)
+    started = bytes(found_start[1]) if found_start else b""
+    return Load(running, waiting, min(kv_use, 1.0), ours, bool(sums), leases, pinned, idle, started)

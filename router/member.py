@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
@@ -26,7 +27,7 @@ from router.known import Known
 from router.load import Load
 from router.statement import EngineStatement, without_user
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 Health = Literal["joining", "ready", "suspect", "ejected", "probing"]
 State = Literal["joining", "ready", "suspect", "ejected", "probing", "draining", "gone"]
 Drainer = Literal["operator", "source", "itself"]
@@ -83,6 +84,10 @@ class Engine:
         self.last = 0
         """When it last got a request, in requests of the whole pool."""
         self.reported = Load()
+        self.process = b""
+        """What tells the process that serves from an earlier or later one there, if it says."""
+        self.process_seen_at = -math.inf
+        """Event loop time: when it was last seen to be that one."""
         self.legs: set[Response] = set()
         """Answers under way."""
         self.doubt = asyncio.Event()
@@ -98,6 +103,9 @@ class Engine:
         self._faulted_at = 0.0
         self._num_ejections = 0
         self._looks_answered = 0
+        self.since = time.time()
+        """Wall clock: when it came into its state."""
+        self.why = ""
         self._told: State = "joining"
         self._on_change = on_change
         self._time = asyncio.get_running_loop().time
@@ -254,5 +262,5 @@ class Engine:
         if state != self._told:
             level = logging.WARNING if state in ("ejected", "suspect") else logging.INFO
             log.log(level, "engine", extra={"engine": self.name, "role": self.role, "state": state, "why": why})
-            self._told = state
+            self._told, self.why, self.since = state, why, time.time()
             self._on_change()

@@ -51,8 +51,8 @@ async def compare(router: Router, turn: Turn) -> None:
         past.prompt_ids = await _prompt_ids(router, turn, claimed)
     if offer is None:
         return
-    if turn.media or record.media:
-        past.why = "media"
+    if (turn.media or record.media) and not (is_ours(offer) and offer.remote_block_hashes):
+        past.why = "media"  # placeholders are the same whatever the picture, and these engines would not notice
     elif past.prompt_ids is not None:
         found = verify(
             offer,
@@ -82,7 +82,10 @@ async def _prompt_ids(router: Router, turn: Turn, claimed: Claimed) -> list[int]
         # A sampled answer is rarely what its own text would be tokenized to. Our engines then put the known ids in
         # the place of those of the same text, so that what was computed for them can be used.
         query = {**query, "known_token_ids": record.token_ids.tolist()}
-    return await router.upstream.tokenize(engine, query, turn.headers)
+    turn.report.enter("tokenize")
+    ids = await router.upstream.tokenize(engine, query, turn.report.onto(turn.headers, engine.name))
+    turn.report.enter("recall")
+    return ids
 
 
 def give(turn: Turn) -> KVTransferParams | None:

@@ -1,4 +1,4 @@
-"""The engines of both roles: who belongs to the pools, who leaves them, and who serves what."""
+"""The engines of all roles: who belongs to the pools, who leaves them, and who serves what."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ class Pool:
         self._left: dict[_Place, tuple[Engine, float]] = {}
         self.remembered: dict[str, None] = {}
         """Models that engines served which have left; others may come."""
+        self.observed_until = 0.0
+        """Somebody wants to know how busy engines are, be there a choice between them or not; event loop time."""
         self.draw = random.Random()
         self._num_dispatched = 0
         self.prefill: tuple[Engine, ...] = ()
         self.decode: tuple[Engine, ...] = ()
+        self.encode: tuple[Engine, ...] = ()
         self.on_join: list[Member] = []
         self.on_leave: list[Member] = []
         self.on_change: list[Callable[[], None]] = []
@@ -97,15 +100,19 @@ class Pool:
         """An operator has an engine drained, or takes that back. Returns which it is, in each of its roles."""
         engines = [one for one in self.engines if url in (one.url, one.name) and role in (None, one.role)]
         for engine in engines:
-            known = _Place(engine.role, engine.url), engine.incarnation
-            if on:
-                engine.drained_by.add("operator")
-                self._drained.add(known)
-            else:
-                engine.drained_by.discard("operator")
-                self._drained.discard(known)
-            engine.tell("an operator says so")
+            self.drain_one(engine.role, engine.url, engine.incarnation, on=on)
         return engines
+
+    def drain_one(self, role: Role, url: str, incarnation: str, *, on: bool) -> Engine | None:
+        """The same for one that need not be known yet."""
+        known = place, _ = _Place(role, url), incarnation
+        (self._drained.add if on else self._drained.discard)(known)
+        engine = self._members.get(place)
+        if engine is None or engine.incarnation != incarnation:
+            return None
+        (engine.drained_by.add if on else engine.drained_by.discard)("operator")
+        engine.tell("an operator says so")
+        return engine
 
     def _join(self, role: Role, source: str, found: Found) -> Engine | None:
         stated = self._stated.get(found.url) or self._stated.get(source)
@@ -163,17 +170,23 @@ class Pool:
             self._waiting.discard(waiting)
 
     def _list(self) -> None:
-        self.prefill = tuple(one for one in self._members.values() if one.role == "prefill")
-        self.decode = tuple(one for one in self._members.values() if one.role == "decode")
+        self.prefill, self.decode, self.encode = (
+            tuple(one for one in self._members.values() if one.role == role) for role in ("prefill", "decode", "encode")
+        )
 
     # Who is there.
 
     @property
     def engines(self) -> tuple[Engine, ...]:
+        return self.prefill + self.decode + self.encode
+
+    @property
+    def generating(self) -> tuple[Engine, ...]:
+        """Those that have all of a model, and not only what encodes media."""
         return self.prefill + self.decode
 
     def of(self, role: Role) -> tuple[Engine, ...]:
-        return self.prefill if role == "prefill" else self.decode
+        return {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
 
     def has(self, role: Role) -> bool:
         """Whether there is a pool of this role, be it empty now."""
@@ -210,7 +223,7 @@ class Pool:
         """An engine to ask for the ids of a prompt; one of `rather` if it can be."""
         able = [
             engine
-            for engine in self.engines
+            for engine in self.generating
             if engine.ready and model in engine.models and engine.can.tokenize is not False
         ]
         return min(
@@ -240,7 +253,7 @@ class Pool:
         return {name: {**card, **self._shortest(name)} for name, card in cards.items()}
 
     def _shortest(self, model: str) -> dict[str, int]:
-        lengths = [engine.models[model].get("max_model_len") for engine in self.engines if model in engine.models]
+        lengths = [engine.models[model].get("max_model_len") for engine in self.generating if model in engine.models]
         known = [length for length in lengths if isinstance(length, int)]
         return {"max_model_len": min(known)} if known else {}
 

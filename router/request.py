@@ -19,6 +19,8 @@ from router.body import read_object
 from router.clean import without_engine_talk
 from router.context import Router
 from router.conversation import Conversation, Scope, identify, media_digests, name_of
+from router.encodings import NONE, Encodings
+from router.faults import Failure
 from router.member import Engine
 from router.report import Report
 from router.store import Claimed
@@ -86,16 +88,24 @@ class Turn:
     """The last prefill engine that has computed its prompt, and has it in its cache now."""
     avoid: set[str] = field(default_factory=set)
     """Engines that failed this turn."""
-    faults: Counter[str] = field(default_factory=Counter)
-    """How many, by role, of engines that had the request."""
+    failures: list[Failure] = field(default_factory=list)
+    """Of engines that had the request."""
     unsent: Counter[str] = field(default_factory=Counter)
-    """And of those that never took it on."""
+    """How many engines, by role, have not taken it on."""
     excused: bool = False
     """A decode engine has failed it at the blocks it was given, and was asked again."""
     engine: Engine | None = None
     """Works on it now."""
     aborted: bool = False
     """Its client has asked for its end."""
+    encodings: Encodings = NONE
+    """What encoders said of its media, for this attempt."""
+    raw_media: bool = False
+    """Descriptions in the place of its media may have failed an engine, which gets the media from now on."""
+    encodings_excused: bool = False
+    """An engine has failed it that was to fetch encodings, and was asked again."""
+    encoders_lost: set[str] = field(default_factory=set)
+    """That broke off while they had its media."""
     answered: bool = False
     """Its answer has come to its end, one way or the other: what is left is not for an abort to break off."""
 
@@ -119,7 +129,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         tenant=tenant,
         task=this_task(),
         body=body,
-        headers=headers.onward(request.headers, report.request_id, leg),
+        headers=headers.onward(request.headers, report.request_id, leg, traced=report.span is not None),
         model=model,
         priority=priority if isinstance(priority := body.get("priority"), int) else 0,
         alone=endpoint.alone(body, ours=several and router.pool.decodes_ours(model)),

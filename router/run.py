@@ -1,4 +1,4 @@
-"""One router process: from its settings to its exit code."""
+"""A router, of one process or several: from its settings to its exit code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +22,7 @@ from aiohttp import web
 from router.app import build_admin_app, build_app
 from router.config import RouterConfig
 from router.context import ROUTER, Router
+from router.processes import Processes
 
 CUT_SECONDS: Final = 1.0  # for what did not end while draining
 GC_THRESHOLD: Final = 10_000  # objects; turns leave hardly any cycles behind, and most of what they make is soon gone
@@ -29,8 +32,63 @@ log = logging.getLogger("router")
 
 def run_router(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code. Logging is the caller's to set up."""
+    if config.processes > 1:
+        return run_processes(config)
+    return run_process(config)
+
+
+def run_process(config: RouterConfig, channel: socket.socket | None = None) -> int:
+    """`channel` leads to the parent of a router's processes, if this is one of several."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config))
+        return runner.run(serve(config, channel))
+
+
+def run_processes(config: RouterConfig) -> int:
+    """What is wrong with the settings is said once, by the parent; ports are chosen, and kept, by it."""
+    try:
+        build_app(config)
+    except ValueError as error:
+        print(f"backhaul router: {error}", file=sys.stderr)
+        return 1
+    with ExitStack() as kept:
+        ports: dict[str, int] = {}
+        for which, host, port in (("", config.host, config.port), ("admin_", config.admin_host, config.admin_port)):
+            if port is not None:
+                try:
+                    ports[f"{which}port"] = kept.enter_context(reserved(host, port)).getsockname()[1]
+                except OSError as error:
+                    _cannot_listen(host, port, which.replace("_", "-"), error)
+                    return 1
+        theirs = config.model_copy(update={**ports, "json_file": None})
+        url = _url_of(config.host, ports["port"])
+
+        def listening() -> None:
+            log.info("all processes listen", extra={"url": url, "processes": config.processes})
+            if config.json_file is not None:
+                _write_facts(config.json_file, url)
+
+        gc.freeze()  # what is there now stays, and is the same for all processes
+        gc.enable()
+        return Processes(config.processes, partial(run_process, theirs), listening=listening).run()
+
+
+def reserved(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port for our processes, and does not listen. Raises OSError if others have it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:  # one that shares would not notice who shares as well
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        address = probe.getsockname()
+    keeper = socket.socket(family, kind, protocol)
+    try:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind(address)
+    except OSError:
+        keeper.close()
+        raise
+    return keeper
 
 
 def make_runner(config: RouterConfig) -> web.AppRunner:
@@ -43,7 +101,7 @@ def make_runner(config: RouterConfig) -> web.AppRunner:
     )
 
 
-async def serve(config: RouterConfig) -> int:
+async def serve(config: RouterConfig, channel: socket.socket | None = None) -> int:
     try:
         runner = make_runner(config)
     except ValueError as error:
@@ -51,9 +109,14 @@ async def serve(config: RouterConfig) -> int:
         return 1
     stop = _Signals()
     await runner.setup()
-    admin = web.AppRunner(build_admin_app(runner.app[ROUTER]), access_log=None, shutdown_timeout=CUT_SECONDS)
+    router = runner.app[ROUTER]
+    admin = web.AppRunner(build_admin_app(router), access_log=None, shutdown_timeout=CUT_SECONDS)
+    several = channel is not None
     try:
-        site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
+        if channel is not None:
+            await router.siblings.connect(channel, stop.orphaned)
+            await _know_engines(router, config.probe_timeout)
+        site = web.TCPSite(runner, config.host, config.port, reuse_address=True, reuse_port=several)
         if stop.pending:
             return 0
         try:
@@ -62,21 +125,36 @@ async def serve(config: RouterConfig) -> int:
             _cannot_listen(config.host, config.port, "", error)
             return 1
         url = _url(config.host, runner)
-        if not await _listen_for_operators(config, admin):
+        if not await _listen_for_operators(config, admin, several):
             return 1
+        router.siblings.listens()
         log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
         if config.json_file is not None:
-            _write_atomically(config.json_file, orjson.dumps({"url": url, "pid": os.getpid()}))
+            _write_facts(config.json_file, url)
         gc.freeze()  # what is there now stays
         gc.enable()
         gc.set_threshold(GC_THRESHOLD)
         await stop.next()
-        await drain(runner.app[ROUTER], site, config, stop)
+        await drain(router, site, config, stop)
         return 0
     finally:
         await admin.cleanup()
         await runner.cleanup()
+        await router.siblings.close()
         stop.close()
+
+
+async def _know_engines(router: Router, seconds: float) -> None:
+    """Until there is one of each role that may be given turns, or so long. One of several processes gets connections as
+    soon as it listens, whatever it says at /ready."""
+    changed = asyncio.Event()
+    router.pool.on_change.append(changed.set)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not all(router.pool.is_up(role) for role in ("prefill", "decode") if router.pool.has(role)):
+                changed.clear()
+                await changed.wait()
+    router.pool.on_change.remove(changed.set)
 
 
 async def drain(router: Router, site: web.TCPSite, config: RouterConfig, stop: _Signals) -> None:
@@ -123,6 +201,10 @@ class _Signals:
     async def next(self) -> None:
         await self._seen.acquire()
 
+    def orphaned(self) -> None:
+        """The parent of this process is no longer there, and cannot pass any signal on."""
+        self._see(signal.SIGTERM)
+
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
@@ -132,12 +214,13 @@ class _Signals:
         self._seen.release()
 
 
-async def _listen_for_operators(config: RouterConfig, admin: web.AppRunner) -> bool:
+async def _listen_for_operators(config: RouterConfig, admin: web.AppRunner, several: bool) -> bool:
     if config.admin_port is None:
         return True
     await admin.setup()
     try:
-        await web.TCPSite(admin, config.admin_host, config.admin_port, reuse_address=True).start()
+        site = web.TCPSite(admin, config.admin_host, config.admin_port, reuse_address=True, reuse_port=several)
+        await site.start()
     except OSError as error:
         _cannot_listen(config.admin_host, config.admin_port, "admin-", error)
         return False
@@ -154,12 +237,16 @@ def _cannot_listen(host: str, port: int, which: str, error: OSError) -> None:
 
 
 def _url(host: str, runner: web.AppRunner) -> str:
-    port = runner.addresses[0][1]
+    return _url_of(host, runner.addresses[0][1])
+
+
+def _url_of(host: str, port: int) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def _write_facts(path: Path, url: str) -> None:
+    data = orjson.dumps({"url": url, "pid": os.getpid()})
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(data)
     part.replace(path)

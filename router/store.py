@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from router.redis_link import Command, Late
 from router.scripts import CLAIM, DROP, PUT_BACK, SAVE, TAKE_OFFER, Script
 
 FAULTS_UNTIL_PAUSE: Final = 3
+NUM_LATENCIES: Final = 256
+"""Of the last operations, by which Redis's health is told."""
 PAUSE_SECONDS: Final = 1.0
 MAX_TTL_MS: Final = 2**40
 STAMP_BYTES: Final = 16
@@ -85,6 +88,9 @@ class Store:
         self._faults = 0
         self._paused_until = 0.0
         self._refused: set[str] = set()
+        self._fault_why = ""
+        self._seconds: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._time = asyncio.get_running_loop().time
 
     async def claim(self, key: str | None) -> Claimed | None:
         """The conversation's record, with its offer for the first who asks; None if there is none to be had."""
@@ -195,12 +201,24 @@ class Store:
     async def ping(self) -> bool:
         if time.monotonic() < self._paused_until:
             return False
-        reply = await _reply(self._link.send("PING"))
+        reply = await self._reply(self._link.send("PING"))
         if isinstance(reply, Exception):
             self._failed("ping", reply)
             return False
         self._answered("ping")
         return True
+
+    def health(self) -> dict[str, Any]:
+        """How Redis is, as of the last operations."""
+        state = "silent" if self._faults else "refuses" if self._refused else "ok"
+        ordered = sorted(self._seconds)
+        shares = {"p50": 0.5, "p99": 0.99} if ordered else {}
+        return {
+            "state": state,
+            "why": self._fault_why if state != "ok" else "",
+            "pending": self.num_pending,
+            "latency_ms": {name: round(1000 * ordered[int(at * (len(ordered) - 1))], 3) for name, at in shares.items()},
+        }
 
     async def close(self) -> None:
         """Wait for commands under way, for `timeout` and a little more at most."""
@@ -217,9 +235,11 @@ class Store:
         if time.monotonic() < self._paused_until or self._link.is_full:
             self._count(op, "skipped")
             return _NONE
-        reply = await _reply(self._link.send("EVALSHA", script.sha, 1, key, *arguments, late=late))
+        started = self._time()
+        reply = await self._reply(self._link.send("EVALSHA", script.sha, 1, key, *arguments, late=late))
         if isinstance(reply, NoScriptError):
-            reply = await _reply(self._link.send("EVAL", script.text, 1, key, *arguments, late=late))
+            reply = await self._reply(self._link.send("EVAL", script.text, 1, key, *arguments, late=late))
+        self._metrics.store_seconds.observe(op, self._time() - started)
         if isinstance(reply, Exception):
             return self._failed(op, reply)
         if self._faults or self._refused:
@@ -248,6 +268,7 @@ class Store:
         if self._faults:
             log.info("Redis answers again")
         self._faults = 0
+        self._fault_why = why
         if not self._refused:
             log.warning(
                 "Redis refuses commands: turns go on, but conversations are not remembered. "
@@ -258,6 +279,7 @@ class Store:
 
     def _fault(self, op: str, kind: str, why: str) -> None:
         self._count(op, kind)
+        self._fault_why = why
         self._faults += 1
         if self._faults >= FAULTS_UNTIL_PAUSE:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
@@ -267,6 +289,16 @@ class Store:
                 extra={"why": why},
             )
 
+    async def _reply(self, command: Command) -> Any:
+        """The reply, or an exception as a value."""
+        try:
+            reply = await command.future
+        except asyncio.CancelledError:
+            command.leave()
+            raise
+        self._seconds.append(self._time() - command.started)
+        return reply
+
     def _count(self, op: str, result: str) -> None:
         self._metrics.store_operations.add(op, result)
 
@@ -275,15 +307,6 @@ def _why(error: ResponseError) -> str:
     """The word that Redis's errors begin with: OOM, NOPERM, MOVED."""
     word = str(error).partition(" ")[0]
     return word if word.isalpha() and word.isupper() and len(word) < 20 else type(error).__name__
-
-
-async def _reply(command: Command) -> Any:
-    """The reply, or an exception as a value."""
-    try:
-        return await command.future
-    except asyncio.CancelledError:
-        command.leave()
-        raise
 
 
 def _read(key: str, reply: Any) -> tuple[Claimed | None, str]:

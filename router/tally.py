@@ -9,10 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
+
+MAX_MODELS: Final = 100
+OTHER: Final = "other"
+"""What models beyond so many are counted as."""
 
 
 class Counts:
@@ -39,6 +44,21 @@ class Counts:
         yield family
 
 
+class Row:
+    """The durations of one series."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum += seconds
+
+
 class Durations:
     """A histogram of seconds, one series for each value of its one label."""
 
@@ -49,22 +69,43 @@ class Durations:
         self._family = (name, documentation, [label])
         self._bounds = buckets
         self._names = [*map(floatToGoString, buckets), "+Inf"]
-        self._counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self._names))
-        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._rows: dict[str, Row] = {}
         registry.register(self)
 
+    def of(self, label: str) -> Row:
+        """One series, for who observes much of it."""
+        row = self._rows.get(label)
+        if row is None:
+            row = self._rows[label] = Row(self._bounds)
+        return row
+
     def observe(self, label: str, seconds: float) -> None:
-        self._counts[label][bisect_left(self._bounds, seconds)] += 1
-        self._sums[label] += seconds
+        self.of(label).observe(seconds)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         name, documentation, names = self._family
         family = HistogramMetricFamily(name, documentation, labels=names)
-        for label, counts in self._counts.items():
+        for label, row in self._rows.items():
             buckets: list[tuple[str, float]] = []
             total = 0
-            for bound, count in zip(self._names, counts, strict=True):
+            for bound, count in zip(self._names, row.counts, strict=True):
                 total += count
                 buckets.append((bound, total))
-            family.add_metric([label], buckets=buckets, sum_value=self._sums[label])
+            family.add_metric([label], buckets=buckets, sum_value=row.sum)
         yield family
+
+
+class Models:
+    """The names of models as label values: those that came first, a limited number of them."""
+
+    def __init__(self) -> None:
+        self._labels: dict[str, str] = {}
+
+    def label(self, model: str) -> str:
+        """`model` is one that engines list."""
+        label = self._labels.get(model)
+        if label is None:
+            if len(self._labels) >= MAX_MODELS:
+                return OTHER
+            label = self._labels[model] = model
+        return label

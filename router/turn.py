@@ -19,6 +19,8 @@ from router.admission import Gate
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
+from router.encode import encode
+from router.encodings import NONE
 from router.faults import EngineFault
 from router.member import Engine
 from router.outage import plan_in_time
@@ -26,7 +28,7 @@ from router.plan import Plan
 from router.relay import StreamRelay
 from router.report import Report
 from router.request import Turn, read_turn
-from router.retry import excuse, retry
+from router.retry import excuse, excuse_encodings, retry
 from router.route import alone_params, is_prefill_due, plan_turn
 from router.upstream import Decoding
 
@@ -39,6 +41,8 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     """Answer one request, and settle what it leaves behind however it ends."""
     router = request.app[ROUTER]
     report = Report(request[REQUEST_ID], endpoint.name)
+    if router.tracing is not None:
+        router.tracing.begin(report, request.headers)
     router.budget.deposit()
     try:
         with router.turns:
@@ -63,13 +67,16 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         report.status = 500
         raise
     finally:
-        report.settle(router.metrics)
+        router.recent.add(report, report.settle(router.metrics))
+        if report.span is not None:
+            report.span.end(report)
 
 
 async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
     try:
         await enter(router, turn, router.decode_gate)
         try:
+            turn.report.enter("recall")
             await memory.recall(router, turn)
             try:
                 await memory.compare(router, turn)
@@ -114,12 +121,19 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
                 router.pool.blame(fault)
                 if prefilled is not None and prefilled.params is not None:
                     excuse(turn, fault)
+                if fault.engine.role == "prefill" or prefilled is None or turn.encodings.rewrites:
+                    excuse_encodings(turn, fault)
+                turn.raw_media |= turn.encodings.rewrites
                 retry(router, turn, fault)
                 if not fault.unsent:
                     prefilled = None  # a decode engine may have read the blocks, and they can be read once
             except APIError as error:
+                if turn.encodings.rewrites and not turn.raw_media:
+                    turn.raw_media, prefilled = True, None  # it may be the descriptions that are refused
+                    continue
                 if plan.prefill is not None or error.code != PREFIX_CACHE_MISS or turn.past.num_known == 0:
                     raise
+                router.metrics.transfer_failures.add("decode", PREFIX_CACHE_MISS)
                 turn.past.num_known = 0  # the decode engine has lost what it was left alone for
     finally:
         give_back(router, turn)
@@ -128,6 +142,8 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
 async def enter(router: Router, turn: Turn, gate: Gate) -> bool:
     """Wait until there is room in a pool, and whether that took time. `gate.leave` afterwards."""
     due = asyncio.get_running_loop().time() + router.config.queue_timeout
+    if gate.per_engine is not None:
+        turn.report.enter("queue")
     return await gate.enter(turn.priority, min(due, turn.deadline))
 
 
@@ -154,9 +170,13 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     give_back(router, turn)
     report, engine = turn.report, router.pool.get("prefill", url)
     report.restart()
+    turn.encodings = await encode(router, turn, plan, engine) if turn.media else NONE
     report.prefill, report.kv = url, plan.kv
+    report.enter("prefill")
     offer = memory.give(turn) if plan.pull else None
-    body = turn.endpoint.prefill_leg(turn.body, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
+    seen = turn.encodings.shown(turn.body)
+    leg = turn.endpoint.prefill_leg(seen, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
+    body = turn.encodings.put_into(leg)
     turn.engine = engine
 
     def left(prefilled: Prefilled | None) -> None:
@@ -172,7 +192,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
                 engine,
                 turn.endpoint.path,
                 body,
-                turn.headers,
+                report.onto(turn.headers, engine.name),
                 deadline=_prefill_deadline(router, turn, offer),
                 left=left,
                 unsent=unsent,
@@ -212,6 +232,7 @@ async def decode(
     if prefilled is None:
         report.restart()
         report.kv = plan.kv
+        turn.encodings = await encode(router, turn, plan, engine) if turn.media else NONE
     elif prefilled.prompt_token_ids:
         ids = prefilled.prompt_token_ids
     router.metrics.plans.add(plan.reason, report.kv or "")
@@ -223,13 +244,18 @@ async def decode(
     ours = engine.is_ours(turn.model)
     if ours and params is not None:
         params = params.kept_for(router.config.conversation_ttl / memory.OFFER_SHARE)
-    body = turn.endpoint.decode_leg(turn.body, params, ids, ours=ours)
+    body = turn.endpoint.decode_leg(turn.encodings.shown(turn.body), params, ids, ours=ours)
+    if prefilled is None or turn.encodings.rewrites:
+        body = turn.encodings.put_into(body)
     answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)
     answer.keeps_message = not turn.several and turn.conversation.goes_by_content
     if body.get(TOKEN_NOTE) == OUTPUT:
         answer.seen.prompt_token_ids = ids
     turn.engine = engine
-    leg = await router.upstream.decode(engine, turn.endpoint.path, body, turn.headers, deadline=turn.deadline)
+    report.enter("decode")
+    leg = await router.upstream.decode(
+        engine, turn.endpoint.path, body, report.onto(turn.headers, engine.name), deadline=turn.deadline
+    )
     try:
         if turn.body.get("stream"):
             await leg.begun()
@@ -248,6 +274,7 @@ async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) 
     body = await leg.whole(turn.deadline)
     turn.answered = True
     answer.take(body)
+    turn.report.enter("remember")
     await memory.remember(router, turn, answer)
     turn.report.outcome = "ok"
     return web.Response(body=jsontext.dumps(body), headers=_answer_headers(turn, leg))
@@ -259,10 +286,16 @@ async def pass_on(
     """Send the events on as they come. Once the first has left there is no way back: what fails then ends the
     stream with an error event."""
     relay = StreamRelay(answer)
+    time_of, came = asyncio.get_running_loop().time, 0.0
+    pieces = router.metrics.piece_seconds.of(router.metrics.model(turn.model))
     response = web.StreamResponse()
     failure: dict[str, Any] | None = None
     try:
         while chunk := await leg.chunk():
+            now = time_of()
+            if came:
+                pieces.observe(now - came)
+            came = now
             out = relay.feed(chunk)
             if not response.prepared:
                 if answer.seen.error is not None:
@@ -292,6 +325,7 @@ async def pass_on(
     turn.answered = True
     end = relay.finish(failure)
     if relay.complete:
+        turn.report.enter("remember")
         await memory.remember(router, turn, answer)
     turn.report.outcome = "ok" if relay.complete else "cut"
     await _send(request, response, turn, end)

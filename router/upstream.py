@@ -30,7 +30,7 @@ from router.client_protocol import (
 from router.faults import EngineFault, FaultKind
 from router.ids import ids_or_none
 from router.member import Engine
-from router.metrics import Metrics
+from router.metrics import SPLICED, Metrics
 from router.pool import Pool
 
 MAX_ANSWER_BYTES: Final = 256 << 20
@@ -256,7 +256,10 @@ class Upstream:
         due = self.loop.time() + self._tokenize_timeout
         try:
             with await self.send(engine, "/tokenize", query, headers, due) as response:
-                ids = ids_or_none((await self.good_object(engine, response, due)).get("tokens"))
+                answer = await self.good_object(engine, response, due)
+                ids = ids_or_none(answer.get("tokens"))
+                if type(num_spliced := answer.get("num_spliced")) is int and num_spliced > 0:
+                    self.metrics.tokens.add(SPLICED, by=num_spliced)
             engine.known.saw("tokenize", True)
         except (APIError, ClientError, TimeoutError) as error:
             if isinstance(error, APIError) and error.status in (404, 405) and error.type != NO_MODEL:

@@ -38,7 +38,7 @@ no_offer     remembered, but without blocks, or another turn has them
 mismatch     the prompt does not begin with a block of what was computed
 short        too few tokens to be worth a pull
 uncuttable   only a part would do, and these blocks cannot be cut (several KV-cache groups, unknown block size)
-media        ids do not say what is in a picture
+media        ids do not say what is in a picture, and the engines would not compare
 owner_down   the engine that has them cannot be reached now
 owner_restarted  that engine has been started anew since, and has nothing left of them
 incompatible the prefill engine cannot use KV of the engine that has them

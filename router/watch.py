@@ -115,10 +115,11 @@ class Watch:
             known.found(found, complete=probe.is_complete)
 
     async def _weigh(self, engine: Engine) -> None:
-        """Find out how busy it is, where there is a choice. One that does not say is as busy as we make it."""
-        if len(self.pool.of(engine.role)) < 2:
+        """Find out how busy it is, where there is a choice, or somebody looks. One that does not say is as busy as we
+        make it."""
+        if len(self.pool.of(engine.role)) < 2 and self.pool.observed_until < asyncio.get_running_loop().time():
             return
-        ours, text = engine.in_flight, b""
+        began, ours, text = asyncio.get_running_loop().time(), engine.in_flight, b""
         try:
             async with asyncio.timeout(self._timeout):
                 with await self._client.request("GET", f"{engine.url}/metrics", engine.headers) as answer:
@@ -129,6 +130,8 @@ class Watch:
         except (ClientError, TimeoutError):
             pass
         engine.reported = load.read_load(text, ours=ours)
+        if engine.reported.started:
+            engine.process, engine.process_seen_at = engine.reported.started, began
 
 
 def _refused(engine: Engine, status: int, text: bytes, began: float) -> None:

@@ -8,10 +8,13 @@ from typing import Final
 from aiohttp import web
 
 from connectors.wire.openai import APIError, bad_request
+from router import jsontext
 from router.body import read_object
 from router.context import ROUTER, Router
 from router.request import Turn, tenant_of
+from router.siblings import Answer
 
+ABORT: Final = "abort"
 MAX_REQUEST_IDS: Final = 8192
 
 
@@ -25,6 +28,23 @@ async def abort_requests(request: web.Request) -> web.Response:
     if len(names) > MAX_REQUEST_IDS:
         raise bad_request(f"At most {MAX_REQUEST_IDS} ids are possible.", param="request_ids")
     tenant = tenant_of(router, request)
+    asked = jsontext.dumps([tenant, names])
+    numbers = [jsontext.loads(answer) for answer in await router.siblings.gather(ABORT, asked)]
+    return web.json_response({"aborted": sum(numbers)})
+
+
+def answers(router: Router) -> Answer:
+    """What each process of the router does about it: the turns that it serves."""
+
+    async def answer(body: bytes) -> bytes:
+        tenant, names = jsontext.loads(body)
+        return jsontext.dumps(await _abort_all(router, tenant, names))
+
+    return answer
+
+
+async def _abort_all(router: Router, tenant: str, names: list[str]) -> int:
+    """How many there were."""
     found = {id(turn): turn for name in set(names) for turn in router.running.find(tenant, name)}
     turns = [turn for turn in found.values() if not turn.answered]
     # Each once, even if who asked for it leaves: a turn that is cancelled twice cannot tell its client why it ends.
@@ -33,7 +53,7 @@ async def abort_requests(request: web.Request) -> web.Response:
         turn.aborted = True  # whatever comes next in it does not begin
     if work:
         await asyncio.wait(work)
-    return web.json_response({"aborted": len(turns)})
+    return len(turns)
 
 
 async def _abort(router: Router, turn: Turn) -> None:

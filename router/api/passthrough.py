@@ -76,6 +76,6 @@ def _choose(router: Router, model: str | None, rather: Role, tried: set[str]) ->
 def _able(router: Router, model: str | None, tried: set[str]) -> list[Engine]:
     return [
         engine
-        for engine in router.pool.engines
+        for engine in router.pool.generating
         if engine.ready and engine.url not in tried and (model is None or model in engine.models)
     ]

@@ -95,6 +95,14 @@ CASES: Final[dict[str, Values]] = {
         "pools": {"common": {**MODEL, **VLLM, "parallelism": {"tensor": 2, "data": 2}}},
         "networkPolicy": {"enabled": True, "poolEgress": [{"ports": [{"port": 443}]}]},
     },
+    "pictures": _with(
+        pools={"common": MODEL, "encode": {"enabled": True, "replicas": 2}},
+        networkPolicy={"enabled": True, "clients": GATEWAY},
+    ),
+    "pictures, vllm": {
+        **_with(pools={"common": {**MODEL, **VLLM}, "encode": {"enabled": True, "parallelism": {"tensor": 1}}}),
+        "router": {"encode": ["http://10.0.0.8:8000"]},
+    },
     "watched": _with(
         monitoring={
             "serviceMonitor": {"enabled": True, "namespace": "monitoring", "labels": {"release": "prometheus"}},

@@ -39,15 +39,18 @@ def test_settings_are_taken(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     router = _router(rendered, tmp_path / "router", monkeypatch)
     ports = {port["name"]: port["containerPort"] for port in container_of(rendered.workload("router"))["ports"]}
     assert (router.host, router.port) == ("0.0.0.0", ports["http"])
-    for entry in (*router.prefill, *router.decode):
+    for entry in (*router.prefill, *router.decode, *router.encode):
         parse(entry, Cluster(_service_account(tmp_path), "http://10.0.0.1", allow_http=True))
-    assert set(router.engines) <= {*router.prefill, *router.decode}
+    assert set(router.engines) <= {*router.prefill, *router.decode, *router.encode}
     for workload in rendered.workloads():
         role = component_of(workload)
-        if role in ("prefill", "decode") and container_of(workload)["command"] == ["backhaul"]:
+        if role in ("prefill", "decode", "encode") and container_of(workload)["command"] == ["backhaul"]:
             engine = _engine(rendered, role, tmp_path / role)
             assert engine.role == role
             assert engine.advertise_host == "10.0.0.1"
+            if role == "encode":
+                assert router.encode
+                continue
             extra = engine.kv_transfer_config.kv_connector_extra_config
             assert role == "decode" or engine.drain_timeout >= extra.kv_lease_duration
             assert router.dispatch_deadline < extra.kv_lease_duration
@@ -97,3 +100,34 @@ def test_vllm_is_started_as_the_guide_says() -> None:
         "prefill": {"bidirectional_kv_xfer": True, "kv_lease_duration": 30, "kv_recompute_threshold": 64},
         "decode": {"bidirectional_kv_xfer": True, "kv_lease_duration": 30, "decoder_kv_blocks_ttl": 480},
     }
+
+
+def test_vllm_encodes_where_there_is_a_pool_for_it() -> None:
+    rendered = render(CASES["pictures, vllm"])
+    roles: dict[str, dict[str, str]] = {}
+    for component in ("prefill", "decode", "encode"):
+        container = container_of(rendered.workload(component))
+        given = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"] if arg.startswith("--"))
+        config = json.loads(given.get("ec-transfer-config", "{}"))
+        roles[component] = {"ec": config.get("ec_role", ""), "kv": str("kv-transfer-config" in given)}
+        if config:
+            assert config["ec_connector"] == "ECCPUConnector"
+            assert config["ec_connector_extra_config"] == {"ec_enable_nixl": True}
+    assert roles == {
+        "prefill": {"ec": "ec_consumer", "kv": "True"},
+        "decode": {"ec": "", "kv": "True"},
+        "encode": {"ec": "ec_producer", "kv": "False"},
+    }
+    env = {one["name"]: one for one in container["env"]}
+    assert env["VLLM_EC_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert env["VLLM_EC_SIDE_CHANNEL_PORT"]["value"] == "5600"
+    router = settings_of(rendered, "router")
+    assert router["encode"][1:] == ["http://10.0.0.8:8000"]
+    assert router["engines"][router["encode"][0]] == {"kind": "vllm"}
+
+
+def test_decode_fetches_encodings_where_nobody_else_prefills() -> None:
+    pools = {**CASES["pictures, vllm"]["pools"], "prefill": {"enabled": False}}
+    container = container_of(render({**CASES["pictures, vllm"], "pools": pools}).workload("decode"))
+    [config] = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ec-transfer-config=")]
+    assert json.loads(config)["ec_role"] == "ec_consumer"

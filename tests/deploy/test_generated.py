@@ -58,38 +58,27 @@ def test_kustomize_puts_everything_into_its_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("helm")
 @pytest.mark.parametrize("major", tools.HELM)
-def test_rules_and_dashboards_are_taken_from_the_charts_files(tmp_path: Path, major: int) -> None:
-    chart = tmp_path / "chart"
-    shutil.copytree(CHART, chart)
-    rules = {
-        "groups": [{"name": "g", "rules": [{"alert": "A", "expr": "up == 0", "annotations": {"s": "{{ $value }}"}}]}]
+def test_rules_and_dashboards_are_the_charts_files(major: int) -> None:
+    runbooks = "https://git.example/backhaul/blob/main/"
+    monitoring = {
+        "prometheusRule": {"enabled": True, "labels": {"release": "p"}, "runbooks": runbooks},
+        "dashboards": {"enabled": True},
     }
-    for name, text in (
-        ("rules/backhaul.yaml", yaml.safe_dump(rules)),
-        ("dashboards/overview.json", '{"title": "{{x}}"}'),
-    ):
-        file = chart / "files" / name
-        file.parent.mkdir(parents=True)
-        file.write_text(text)
-    both = {"prometheusRule": {"enabled": True, "labels": {"release": "p"}}, "dashboards": {"enabled": True}}
+    command = [str(tools.helm(major)), "template", "r", str(CHART), "--values", "-"]
     made = subprocess.run(
-        [
-            str(tools.helm(major)),
-            "template",
-            "r",
-            str(chart),
-            "--show-only",
-            "templates/monitoring.yaml",
-            "--values",
-            "-",
-        ],
-        input=json.dumps({**PLAIN, "monitoring": both}),
+        [*command, "--show-only", "templates/monitoring.yaml"],
+        input=json.dumps({**PLAIN, "monitoring": monitoring}),
         check=True,
         capture_output=True,
         text=True,
     ).stdout
-    found = {one["kind"]: one for one in yaml.safe_load_all(made)}
-    assert found["PrometheusRule"]["spec"] == rules
-    assert found["PrometheusRule"]["metadata"]["labels"]["release"] == "p"
-    assert json.loads(found["ConfigMap"]["data"]["overview.json"]) == {"title": "{{x}}"}
-    assert found["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    objects = list(yaml.safe_load_all(made))
+    [rules] = [one for one in objects if one["kind"] == "PrometheusRule"]
+    text = (CHART / "files/rules/backhaul.yaml").read_text()
+    assert rules["spec"] == yaml.safe_load(text.replace("runbook_url: ", f"runbook_url: {runbooks}"))
+    assert rules["metadata"]["labels"]["release"] == "p"
+    boards = [one for one in objects if one["kind"] == "ConfigMap"]
+    assert {one["metadata"]["labels"]["grafana_dashboard"] for one in boards} == {"1"}
+    assert {name: text for one in boards for name, text in one["data"].items()} == {
+        file.name: file.read_text() for file in (CHART / "files/dashboards").iterdir()
+    }

@@ -100,6 +100,13 @@ def test_vllm_has_a_side_channel_and_what_it_loads_models_from() -> None:
     }
 
 
+def test_encoders_are_reached_by_engines_and_by_routers() -> None:
+    admitted = ways(render(CASES["pictures"]))
+    to_encoders = {(way[0], way[3:]) for way in admitted if way[1] == "encode"}
+    assert to_encoders >= {("router", (8000, 8000)), ("prefill", (8000, 8000)), ("prefill", UCX)}
+    assert {who for who, _ in to_encoders} == {"router", "prefill", "decode", "encode"}
+
+
 def test_each_pool_has_ports_of_its_own() -> None:
     theirs = (19000, 19100)
     pools = {**PLAIN["pools"], "decode": {"kvTransfer": {"ucx": {"firstPort": theirs[0], "lastPort": theirs[1]}}}}

@@ -139,7 +139,7 @@ def test_routers_are_replaced_one_by_one_and_never_missed() -> None:
 
 def test_pools_are_found_by_addresses_of_ready_pods(rendered: Rendered) -> None:
     for service in rendered.of("Service"):
-        if component_of(service) in ("prefill", "decode"):
+        if component_of(service) in ("prefill", "decode", "encode"):
             assert service["spec"]["clusterIP"] == "None"
             assert service["spec"]["publishNotReadyAddresses"] is False
 

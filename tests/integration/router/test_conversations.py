@@ -349,23 +349,22 @@ async def test_several_cache_groups_are_used_whole_or_not_at_all(redis_url: str)
         assert (answer.explain["kv"], offered(p)) == ("uncuttable", None)
 
 
-async def test_pictures_are_never_taken_for_each_other(p: StubEngine, d: StubEngine, redis_url: str) -> None:
+@pytest.mark.parametrize(("layout", "kv"), [("layout-1", "self_checked"), (None, "media")], ids=["ours", "others"])
+async def test_kv_of_pictures_is_offered_only_to_who_compares_them(
+    p: StubEngine, d: StubEngine, redis_url: str, layout: str | None, kv: str
+) -> None:
+    p.kv_layout = d.kv_layout = layout
+
     def picture(url: str) -> dict[str, Any]:
         return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
     async with router_over([p], [d], redis_url, **SETTINGS) as front:
-        named = {"conversation_id": "pictures"}
+        named = {"conversation_id": f"pictures {kv}"}
         await front.post(chat([picture("a")], **named))
         answer = await front.post(chat([picture("b"), ANSWER, user("x")], **named), headers=EXPLAIN)
-        assert (answer.explain["kv"], offered(p)) == ("media", None)
-
-
-async def test_offer_of_a_conversation_that_does_not_go_on_is_released(
-    p: StubEngine, d: StubEngine, redis_url: str
-) -> None:
-    d.offer_ttl = 1.0
-    async with after_first_turn(p, d, redis_url):
-        await released(d, "decode-1")
+        assert answer.explain["kv"] == kv
+        assert (offered(p) is None) is (layout is None)
+        assert bool(p.bodies[-1]["kv_transfer_params"].get("remote_block_hashes")) is (layout is not None)
 
 
 async def test_replaced_offer_is_released(p: StubEngine, d: StubEngine, redis_url: str) -> None:

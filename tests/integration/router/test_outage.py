@@ -25,9 +25,16 @@ async def disconnect(request: web.Request, body: dict[str, Any]) -> web.StreamRe
 
 
 class Mortal(StubEngine):
-    """One that can be ended before its test does."""
+    """One that can be ended before its test does, and tells which process it is."""
 
     ends: AsyncExitStack
+    process = 1
+
+    def more_routes(self) -> list[web.RouteDef]:
+        async def metrics(_: web.Request) -> web.Response:
+            return web.Response(text=f"process_start_time_seconds 1.78{self.process}e+09\n")
+
+        return [web.get("/metrics", metrics)]
 
 
 @asynccontextmanager
@@ -147,3 +154,33 @@ async def test_client_that_leaves_while_it_waits_leaves_nothing(redis_url: str) 
         turn.cancel()
         await until(lambda: not front.router.pool._waiting, "it is gone")
         await until(front.is_idle, "nothing is left")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_third_attempt_goes_only_to_an_engine_that_has_survived_the_first(
+    redis_url: str, restarted: bool
+) -> None:
+    """A connection that was cut says nothing against a request; an engine that died of it does."""
+    async with decoders(redis_url, 2) as (front, _, d):
+        members = [front.router.pool.get("decode", one.url) for one in d]
+        await until(lambda: all(one.process for one in members), "both have told which process they are")
+        failed: list[Mortal] = []
+
+        def breaking(engine: Mortal) -> Script:
+            async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                failed.append(engine)
+                if len(failed) == 1:
+                    engine.process += restarted
+                else:
+                    first = front.router.pool.get("decode", failed[0].url)
+                    now = asyncio.get_running_loop().time()
+                    await until(lambda: first.process_seen_at > now, "the first has been looked at since")
+                return await disconnect(request, body)
+
+            return script
+
+        for engine in d:
+            engine.scripts.append(breaking(engine))
+        answer = await front.post(CHAT)
+        assert answer.status == (502 if restarted else 200)
+        assert sorted(len(engine.seen) for engine in d) == ([1, 1] if restarted else [1, 2])

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from tests.router_harness import NOBODY, router_over, until
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from router.app import build_admin_app
+from router.page import FILES
+from tests.router_harness import CHAT, NOBODY, Front, router_over, until
+from tests.router_process import listening, started
 from tests.stub_engine import StubEngine
+from tests.valkey import free_port
 
 NO_REDIS = "redis://127.0.0.1:1/0"
+
+
+@asynccontextmanager
+async def operator(front: Front) -> AsyncIterator[TestClient[web.Request, web.Application]]:
+    async with TestClient(TestServer(build_admin_app(front.router))) as client:
+        yield client
+
+
+async def status_for(front: Front) -> dict[str, Any]:
+    async with operator(front) as client:
+        told: dict[str, Any] = await (await client.get("/admin/status")).json()
+    return told
 
 
 async def test_status_tells_engines_and_what_they_can_do() -> None:
@@ -57,3 +82,124 @@ async def test_engines_that_cannot_exchange_kv_are_not_paired() -> None:
         assert await front.metric("backhaul_router_plans_total", reason="no_compatible_prefill") == 1
     assert p.seen == []
     assert len(d.seen) == 1
+
+
+async def test_operators_are_told_of_recent_turns_and_clients_are_not(redis_url: str) -> None:
+    async with (
+        StubEngine("prefill").running() as p,
+        StubEngine("decode").running() as d,
+        router_over([p], [d], redis_url) as front,
+    ):
+        headers = {"X-Request-Id": "their-request", "X-Conversation-Id": "their-name", "Authorization": "Bearer theirs"}
+        assert (await front.post(CHAT, headers=headers)).status == 200
+        assert (await front.post({**CHAT, "stream": True})).status == 200
+        assert (await front.post({**CHAT, "model": "made up by a client"})).status == 404
+        status = await status_for(front)
+        for_clients = (await front.get("/admin/status")).json
+    assert "recent" not in for_clients
+    assert set(status) == {*for_clients, "recent"}
+    refused, streamed, whole = status["recent"]["turns"]
+    assert (refused["outcome"], refused["status"], refused["model"]) == ("rejected", 404, None)
+    assert streamed["first_byte_ms"] > 0
+    assert whole["first_byte_ms"] is None
+    assert (whole["endpoint"], whole["model"], whole["plan"], whole["kv"]) == ("chat", "m", "new", "no_record")
+    assert (whole["prefill"], whole["decode"]) == (p.url, d.url)
+    assert list(whole["phases_ms"]) == ["read", "recall", "prefill", "decode", "remember"]
+    tokens = {source: n for bucket in status["recent"]["buckets"] for source, n in bucket["tokens"].items()}
+    assert sum(tokens.values()) >= whole["tokens"]["prompt"] > 0
+    text = str(status)
+    assert not any(one in text for one in ("their-request", "their-name", "theirs", "made up", "Hi"))
+
+
+async def test_redis_is_asked_whenever_somebody_looks(redis_url: str) -> None:
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], redis_url) as front,
+        router_over([], [d], NO_REDIS) as without,
+    ):
+        redis = (await status_for(front))["redis"]
+        assert (redis["state"], redis["pending"]) == ("ok", 0)
+        assert 0 < redis["latency_ms"]["p50"] <= redis["latency_ms"]["p99"]
+        redis = (await status_for(without))["redis"]
+        assert (redis["state"], redis["why"]) == ("silent", "ConnectionError")
+
+
+async def test_engines_are_asked_how_busy_they_are_once_somebody_looks() -> None:
+    """Where there is a choice they are asked in any case."""
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], NO_REDIS, probe_interval=0.05) as front,
+    ):
+        (engine,) = front.router.pool.engines
+        assert (await status_for(front))["engines"][0]["load"] is None
+        engine.reported = engine.reported.__class__(running=2, waiting=1, kv_use=0.25, is_told=True, leases=3)
+        front.router.pool.observed_until = 0.0
+        told = (await status_for(front))["engines"][0]
+        assert told["load"] == {
+            "running": 2,
+            "waiting": 1,
+            "kv_use": 0.25,
+            "leases": 3,
+            "blocks_pinned": 0,
+            "blocks_idle": 0,
+        }
+        await until(lambda: not engine.reported.is_told, "it is asked, and says nothing")
+
+
+async def test_state_of_an_engine_has_a_reason_and_a_time() -> None:
+    async with StubEngine("decode").running() as d, router_over([], [d], NO_REDIS) as front:
+        before = (await status_for(front))["engines"][0]
+        front.router.pool.drain(d.url, None, on=True)
+        after = (await status_for(front))["engines"][0]
+    assert (before["state"], before["why"]) == ("ready", "lists m")
+    assert (after["state"], after["why"]) == ("draining", "an operator says so")
+    assert before["since"] <= after["since"] <= before["since"] + 60
+
+
+@pytest.mark.parametrize("path", FILES)
+async def test_files_of_the_page_let_nothing_else_in(path: str) -> None:
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], NO_REDIS) as front,
+        operator(front) as client,
+    ):
+        answer = await client.get(path)
+        assert answer.status == 200
+        assert len(await answer.read()) > 100
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
+        assert "unsafe" not in answer.headers["Content-Security-Policy"]
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert (await front.get(path)).status == 404  # not for clients
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [(None, 200), ("same-origin", 200), ("cross-site", 403), ("same-site", 403)]
+)
+async def test_pages_from_elsewhere_cannot_drain(site: str | None, status: int) -> None:
+    headers = {} if site is None else {"Sec-Fetch-Site": site}
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], NO_REDIS) as front,
+        operator(front) as client,
+    ):
+        assert (await client.post("/admin/drain", json={"engine": d.url}, headers=headers)).status == status
+
+
+async def test_any_of_several_processes_tells_for_all(tmp_path: Path) -> None:
+    port = free_port()
+    async with (
+        StubEngine("decode").running() as d,
+        started(tmp_path, decode=[d.url], processes=2, admin_port=port) as router,
+    ):
+        await listening(router, tmp_path)
+        for _ in range(6):  # each on a connection of its own, which either process may get
+            headers = {"Connection": "close"}
+            async with router.client.post(f"{router.url}/v1/chat/completions", json=CHAT, headers=headers) as answer:
+                assert answer.status == 200
+        async with router.client.get(f"http://127.0.0.1:{port}/admin/status") as answer:
+            status = await answer.json()
+    assert status["processes"] == 2
+    assert status["ready"]
+    assert status["turns"]["ok"] == len(status["recent"]["turns"]) == 6
+    assert sum(bucket["turns"] for bucket in status["recent"]["buckets"]) == 6
+    assert [engine["url"] for engine in status["engines"]] == [d.url]

@@ -59,6 +59,15 @@ async def test_replaced_offer_is_given_back(redis_url: str) -> None:
     assert not d.released, "a call that it does not have"
 
 
+async def test_offer_of_a_conversation_that_does_not_go_on_is_given_back(redis_url: str) -> None:
+    async with pair(redis_url, conversation_ttl=1.0) as (p, d, front):
+        await talk(front, "one two three", "vllm-left")
+        await until(lambda: p.release_requests, "it is given back before its record expires")
+        await until(front.is_settled, "settled")
+        assert not d.held
+        assert await released(front, "ok") == 1
+
+
 @pytest.mark.parametrize(
     "p_settings",
     [

@@ -9,6 +9,7 @@ import pty
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,32 @@ async def test_piped_lines_are_turns_of_one_conversation(upstream: Upstream) -> 
         {"role": "user", "content": "again"},
     ]
     assert upstream.headers[0]["Authorization"] == "Bearer k"
+
+
+async def test_pictures_go_with_the_first_message(upstream: Upstream, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    (tmp_path / "b.jpg").write_bytes(b"more")
+    flags = ("--image", str(tmp_path / "a.png"), "--image", str(tmp_path / "b.jpg"))
+    code, _, _ = await chat(upstream.base_url, "what is it?\nand now?\n", *flags)
+    assert code == 0
+    first, second = upstream.requests
+    a, b = (f"data:image/{kind}" for kind in ("png;base64,cGl4ZWxz", "jpeg;base64,bW9yZQ=="))
+    assert first["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": a}},
+        {"type": "image_url", "image_url": {"url": b}},
+        {"type": "text", "text": "what is it?"},
+    ]
+    assert second["messages"][0] == first["messages"][0]
+    assert second["messages"][2] == {"role": "user", "content": "and now?"}
+
+
+@pytest.mark.parametrize(("name", "message"), [("a.txt", "not a picture"), ("a.png", "No such file")])
+async def test_picture_that_cannot_be_sent_is_one_line(
+    upstream: Upstream, tmp_path: Path, name: str, message: str
+) -> None:
+    code, _, err = await chat(upstream.base_url, "hello\n", "--image", str(tmp_path / name))
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert message in err
 
 
 async def test_flags_reach_the_request(upstream: Upstream) -> None:

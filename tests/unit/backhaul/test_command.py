@@ -21,7 +21,7 @@ from backhaul.errors import CommandError
         (["config", "unknown"], 2, "backhaul config: say whose settings"),
         (["config", "engine"], 2, "backhaul config: --model is required"),
         (["engine"], 2, "backhaul engine: --model is required (or BACKHAUL_ENGINE_MODEL"),
-        (["engine", "--model", "m", "--role", "encode"], 2, "backhaul engine: --role: must be 'prefill', 'decode'"),
+        (["engine", "--model", "m", "--role", "judge"], 2, "backhaul engine: --role: must be 'prefill', 'decode'"),
         (["engine", "--model", "m", "--kv-transfer-config", "{"], 2, "backhaul engine: --kv-transfer-config: not JSON"),
         (["router"], 2, "backhaul router: --decode is required"),
         (["router", "--decode", "nonsense"], 2, "backhaul router: --decode: 'nonsense' is neither an engine's address"),
@@ -32,6 +32,7 @@ from backhaul.errors import CommandError
         ),
         (["up", "--prefill", "0"], 2, "backhaul up: --prefill: must be greater than or equal to 1"),
         (["up", "--model", "/no/such"], 1, "backhaul up: --model /no/such: no such file or folder"),
+        (["up", "--encoder"], 1, "backhaul up: --encoder: needs a model that sees pictures; give its Hugging Face"),
         (["chat", "--base-url", "nonsense"], 1, "backhaul chat: --base-url nonsense: not a URL"),
     ],
 )

@@ -37,6 +37,7 @@ class Demo(Settings):
     """Where to send requests."""
     caching: bool = True
     """Keep what was computed."""
+    spares: Annotated[int, Field(ge=0, json_schema_extra={"bare": 1})] = 0
     key: SecretStr | None = None
     labels: dict[str, str] = Field(default_factory=dict)
     output: Annotated[Path | None, Field(alias="json")] = None
@@ -105,6 +106,11 @@ def test_list_in_the_environment(text: str, backends: tuple[str, ...]) -> None:
 )
 def test_switches(argv: list[str], caching: bool) -> None:
     assert load_demo("--model", "x", *argv).caching is caching
+
+
+@pytest.mark.parametrize(("argv", "spares"), [([], 0), (["--spares"], 1), (["--spares", "3"], 3), (["--spares=0"], 0)])
+def test_flag_that_may_stand_alone(argv: list[str], spares: int) -> None:
+    assert load_demo("--model", "m", *argv, "--port", "1").spares == spares
 
 
 def test_a_section_as_json_and_its_fields_singly() -> None:

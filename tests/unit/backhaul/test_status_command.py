@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from backhaul import status
 from backhaul.__main__ import main
-from backhaul.status import table
+from backhaul.errors import CommandError
+from backhaul.status_view import table
 
 STATUS: dict[str, Any] = {
     "version": "0.1.0",
@@ -46,6 +49,45 @@ STATUS: dict[str, Any] = {
 }
 
 
+BUSY = {
+    **STATUS,
+    "at": 1000.0,
+    "processes": 2,
+    "turns_waiting": {"prefill": 2, "decode": 1},
+    "redis": {"state": "ok", "why": "", "latency_ms": {"p50": 0.314, "p99": 1.9}},
+    "engines": [
+        STATUS["engines"][0]
+        | {
+            "state": "suspect",
+            "why": "timeout",
+            "since": 700.0,
+            "load": {"running": 5, "waiting": 6, "kv_use": 0.417, "blocks_idle": 70},
+        }
+    ],
+    "recent": {
+        "buckets": [
+            {"at": 5, "turns": 1, "tokens": {"cached": 30, "computed": 10}},
+            {"at": 9, "tokens": {"pulled": 60}},
+        ],
+        "turns": [
+            {
+                "at": 999.0,
+                "endpoint": "chat",
+                "outcome": "ok",
+                "turn": 2,
+                "plan": "affinity",
+                "kv": "offered",
+                "prefill": "http://p:8100",
+                "decode": "http://d:8200",
+                "tokens": {"prompt": 100, "cached": 30, "pulled": 60, "computed": 10, "completion": 8},
+                "first_byte_ms": 41.6,
+                "ms": 801.2,
+            }
+        ],
+    },
+}
+
+
 @contextmanager
 def serving(body: bytes, status: int = 200) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
@@ -74,12 +116,78 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["status", "--url", url + "/v1/"]) == 0
     out = capsys.readouterr().out
     assert f"backhaul 0.1.0 at {url}: ready, 3 turns in flight\n" in out
-    row = next(line for line in out.splitlines() if line.startswith("prefill"))
-    assert " ".join(row.split()) == "prefill http://p:8100 ready 1 vllm 0.32.0?[31m 32 ? no* yes ? a, b, c and 1 more"
+    now, can, *_ = [" ".join(line.split()) for line in out.splitlines() if line.startswith("prefill")]
+    assert now == "prefill http://p:8100 ready - 1 - - - - a, b, c and 1 more"
+    assert can == "prefill http://p:8100 vllm 0.32.0?[31m 32 ? no* yes ?"
     assert "release     blocks wait" in out
     assert "turns                  7 ok\n" in out
     assert "done without           2 pull (block_size)\n" in out
     assert "\x1b" not in out
+
+
+def test_what_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(json.dumps(BUSY).encode()) as url:
+        assert main(["status", "--url", url]) == 0
+    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert out[0] == f"backhaul 0.1.0 at {url} (2 processes): ready, 3 turns in flight, 3 waiting"
+    assert out[1] == "Redis answers, p50 0.31 ms, p99 1.90 ms"
+    assert out[3] == "100 prompt tokens in 15 minutes [████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓····]"
+    assert out[4] == "█ 30 % in prefill engines' caches, ▓ 60 % pulled from decode engines, · 10 % computed"
+    assert "prefill http://p:8100 suspect (timeout) 5 min 1 5 6 42 % 70 a, b, c and 1 more" in out
+    (turn,) = [line for line in out if "affinity offered" in line]
+    assert turn.endswith("chat ok 2 affinity offered p:8100 d:8200 100 30 60 10 42 801")
+
+
+def test_redis_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    redis = {"state": "silent", "why": "ConnectionError", "latency_ms": {"p50": 0.3}}
+    with serving(json.dumps({**STATUS, "redis": redis}).encode()) as url:
+        assert main(["status", "--url", url]) == 0
+    assert "Redis does not answer (ConnectionError)\n" in capsys.readouterr().out
+
+
+def test_watching_goes_on_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A router that is not there at one time may be there at the next."""
+    seen: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        seen.append(seconds)
+        if len(seen) == 1:
+            monkeypatch.setattr(status, "fetch", real)
+        elif len(seen) == 3:
+            raise KeyboardInterrupt
+
+    def nobody(url: str, timeout: float) -> bytes:
+        raise CommandError("no answer")
+
+    real = status.fetch
+    monkeypatch.setattr(status, "fetch", nobody)
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    with serving(json.dumps(BUSY).encode()) as url:
+        assert main(["status", "--url", url, "--watch", "--interval", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("no answer") < out.index("backhaul 0.1.0 at")
+    assert out.count("backhaul 0.1.0 at") == 2
+    assert "\x1b" not in out
+    assert seen == [0.5] * 3
+
+
+def test_watching_a_terminal_shows_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setattr(status.sys, "stdout", terminal)
+    monkeypatch.setattr(status.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with serving(json.dumps(BUSY).encode()) as url:
+        assert main(["status", "--url", url, "--watch"]) == 0
+    shown = terminal.getvalue()
+    assert shown.startswith("\x1b[H\x1b[Jbackhaul 0.1.0")
+    rows = shown.removeprefix("\x1b[H\x1b[J").splitlines()
+    assert len(rows) == 5
+    assert max(map(len, rows)) <= 39
 
 
 def test_json_is_what_the_router_says(capsys: pytest.CaptureFixture[str]) -> None:

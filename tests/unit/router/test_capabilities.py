@@ -74,6 +74,7 @@ def test_our_engine_lacks_nothing() -> None:
 
 def test_what_vllm_lacks_is_said_in_words() -> None:
     known = merged(("seen", VLLM), ("assumed", assumed("vllm", "0.32.0")))
+    assert [lack.capability for lack in lowers(known, "encode")] == ["seal"]
     assert [lack.capability for lack in lowers(known, "decode")] == ["streams_carry_params", "release", "seal"]
     assert [lack.capability for lack in lowers(known, "prefill")] == ["bidirectional", "release", "seal"]
 

@@ -76,3 +76,25 @@ def test_request_id_of_the_client_is_kept(given: str) -> None:
 def test_request_id_that_cannot_be_passed_on_is_replaced(given: str) -> None:
     assert headers.request_id({"X-Request-Id": given}).isalnum()
     assert headers.request_id({}) != headers.request_id({})
+
+
+def test_child_has_ids_of_its_own_and_all_else_of_its_parent() -> None:
+    given = proxy(("Authorization", "Bearer k"), ("Foo-X-Request-Id", "id-1"))
+    lines = headers.onward(given, "id-1", "leg")
+    one, two = (headers.child(lines, "id-1", "leg", number) for number in (0, 1))
+    parent, child = (dict(line.split(": ", 1) for line in text.splitlines()) for text in (lines, one))
+    assert child["X-Request-Id"].startswith("id-1:0:")
+    assert child["X-Backhaul-Leg"].startswith("leg-0-")
+    assert one.count("X-Request-Id: ") == lines.count("X-Request-Id: ")
+    assert one != two
+    changed = {"X-Request-Id", "X-Backhaul-Leg"}
+    assert {key: value for key, value in parent.items() if key not in changed} == {
+        key: value for key, value in child.items() if key not in changed
+    }
+
+
+def test_ids_of_children_are_no_longer_than_ids_may_be() -> None:
+    longest = "x" * 128
+    lines = headers.child(headers.onward(proxy(), longest, "leg"), longest, "leg", 99_999)
+    [own] = [line.partition(": ")[2] for line in lines.splitlines() if line.startswith("X-Request-Id")]
+    assert headers.request_id({"X-Request-Id": own}) == own

@@ -134,3 +134,18 @@ async def test_what_is_no_engine_does_not_join_and_hinders_nobody(url: str) -> N
     pool = Pool(["decode"])
     pool.update("decode", "s", [Found(url), Found(B)])
     assert urls(pool) == [B]
+
+
+async def test_encoders_are_engines_that_generate_nothing() -> None:
+    pool = Pool(["decode", "encode"])
+    pool.update("decode", "s", [Found(A)])
+    pool.update("encode", "s", [Found(B)])
+    for engine in pool.engines:
+        engine.heard({"m": {"id": "m", "max_model_len": 8 if engine.url == B else 4096}})
+    assert [engine.url for engine in pool.engines] == [A, B]
+    assert [engine.url for engine in pool.generating] == [A]
+    assert (pool.has("encode"), pool.has("prefill"), pool.is_up("encode")) == (True, False, True)
+    assert pool.models()["m"]["max_model_len"] == 4096
+    asked = pool.one_ready("m", rather=[B])
+    assert asked is not None
+    assert asked.url == A
