@@ -47,7 +47,7 @@ $(INSTALLED): pyproject.toml
 model: install ## Fetch the small default model (93 MB, once)
 	@$(BIN)/python -m backhaul.models
 
-NPM_PARTS := tests/clients tests/deploy/crds
+NPM_PARTS := tests/clients tests/deploy/crds tests/page
 
 clients: $(NPM_PARTS:%=%/node_modules/.installed) ## Install what tests need of npm, where there is npm
 
@@ -56,7 +56,7 @@ clients: $(NPM_PARTS:%=%/node_modules/.installed) ## Install what tests need of 
 	  cd $* && npm ci --no-audit --no-fund --loglevel=error && touch node_modules/.installed; \
 	else echo "no npm here: tests that need $* will be skipped"; fi
 
-chart: install ## Write what is made of the Helm chart (schema, README, Kustomize base), and lint it
+chart: install ## Write what is made of the code (the chart's schema, README, dashboards and Kustomize base; docs/metrics.md)
 	@$(BIN)/python -m deploy.generate
 	$(BIN)/pytest -q tests/deploy/test_renders.py tests/deploy/test_generated.py
 

@@ -10,8 +10,6 @@ from typing import Final
 
 import yaml
 
-BEGIN: Final = "<!-- values -->"
-END: Final = "<!-- end of values -->"
 WIDEST_DEFAULT: Final = 120
 
 
@@ -75,7 +73,13 @@ def _cell(default: object) -> str:
 
 def with_table(page: str, source: str) -> str:
     """The page, with the table of now between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"the page has no {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{table(source)}\n\n{END}{after}"
+    return between(page, "values", table(source))
+
+
+def between(page: str, mark: str, text: str) -> str:
+    """The page, with this text between `<!-- mark -->` and `<!-- end of mark -->`."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
+    assert found, f"the page has no {begin} and {end}"
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -28,8 +28,13 @@ HEADER: Final = "# Made by `make lock`, of pyproject.toml.\n"
 def project() -> Mapping[str, list[Requirement]]:
     """What pyproject.toml asks for, by the name of the lock."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    base, extra = table["project"]["dependencies"], table["project"]["optional-dependencies"]["engine"]
-    asked = {"build": table["build-system"]["requires"], "router": base, "engine": [*base, *extra], "cuda": CUDA}
+    base, extras = table["project"]["dependencies"], table["project"]["optional-dependencies"]
+    asked = {
+        "build": table["build-system"]["requires"],
+        "router": [*base, *extras["tracing"]],
+        "engine": [*base, *extras["engine"], *extras["vision"]],
+        "cuda": CUDA,
+    }
     return {name: [Requirement(one) for one in lines] for name, lines in asked.items()}
 
 

@@ -20,6 +20,7 @@ ROUTER_BY_CHART: Final = [
     "port",
     "prefill",
     "decode",
+    "encode",
     "drain_delay",
     "drain_timeout",
     "redis",
@@ -129,6 +130,7 @@ BY_PATH: Final[Mapping[str, Schema]] = {
     "redis.url": URL,
     "router.prefill": _list_of(TEXT),
     "router.decode": _list_of(TEXT),
+    "router.encode": _list_of(TEXT),
     "router.service.type": _enum("ClusterIP", "NodePort", "LoadBalancer"),
     "router.service.externalTrafficPolicy": _enum("", "Cluster", "Local"),
     "router.autoscaling.type": _enum("hpa", "keda"),
@@ -142,6 +144,7 @@ BY_PATH: Final[Mapping[str, Schema]] = {
     "pools.common.parallelism.nodes": COUNT | {"minimum": 1},
     "pools.prefill": {"$ref": "#/definitions/pool"},
     "pools.decode": {"$ref": "#/definitions/pool"},
+    "pools.encode": {"$ref": "#/definitions/pool"},
     "networkPolicy.redis.ports": _list_of(PORT),
     "networkPolicy.apiServer.ports": _list_of(PORT),
     "ingress.hosts": _list_of(TEXT),
@@ -190,18 +193,21 @@ def _of(default: object, path: str) -> Schema:
 
 def _settings(model: Schema, *, leave_out: list[str]) -> Schema:
     """A model of settings, as a section of values."""
-    fields = {name: _field(field) for name, field in model["properties"].items() if name not in leave_out}
+    sections = model.get("$defs", {})
+    fields = {name: _field(field, sections) for name, field in model["properties"].items() if name not in leave_out}
     return {"type": "object", "additionalProperties": False, "properties": fields}
 
 
-def _field(value: Any) -> Any:
+def _field(value: Any, sections: Mapping[str, Schema]) -> Any:
     """Without texts and defaults."""
     if isinstance(value, list):
-        return [_field(one) for one in value]
+        return [_field(one, sections) for one in value]
     if not isinstance(value, dict):
         return value
     if "$ref" in value:
-        assert value["$ref"].endswith("/EngineStatement"), value
-        return {"$ref": "#/definitions/engineStatement"}
+        name = value["$ref"].rpartition("/")[2]
+        if name == "EngineStatement":
+            return {"$ref": "#/definitions/engineStatement"}
+        return _settings({**sections[name], "$defs": sections}, leave_out=[])
     dropped = ("title", "description", "default", "format", "propertyNames")
-    return {key: _field(one) for key, one in value.items() if key not in dropped}
+    return {key: _field(one, sections) for key, one in value.items() if key not in dropped}

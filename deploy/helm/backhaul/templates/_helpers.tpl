@@ -1,6 +1,6 @@
 {{/* Names, labels, images: what many objects have. */}}
 
-{{- define "backhaul.roles" -}}prefill decode{{- end }}
+{{- define "backhaul.roles" -}}prefill decode encode{{- end }}
 
 {{- define "backhaul.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 43 | trimSuffix "-" }}

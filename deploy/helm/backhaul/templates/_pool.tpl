@@ -13,9 +13,11 @@
 {{- if .root.Values.sealKeySecret.name }}
 {{- $_ := set $config "seal_key_file" "/etc/backhaul/seal/key" }}
 {{- end }}
+{{- if ne .role "encode" }}
 {{- $extra := dict "bidirectional_kv_xfer" $kv.bidirectional "kv_recompute_threshold" (int $kv.recomputeThreshold) }}
 {{- $extra = merge $extra (dict "kv_lease_duration" $kv.leaseSeconds "decoder_kv_blocks_ttl" $kv.ttlSeconds) }}
 {{- $_ := set $config "kv_transfer_config" (dict "kv_connector_extra_config" $extra) }}
+{{- end }}
 {{- toYaml (mergeOverwrite $config $pool.config) }}
 {{- end }}
 
@@ -33,6 +35,22 @@
 {{- $_ := set $config "kv_buffer_device" "cpu" }}
 {{- end }}
 {{- toJson $config }}
+{{- end }}
+
+{{/* vLLM's --ec-transfer-config, or nothing: encoders announce encodings, and who prefills fetches them. */}}
+{{- define "backhaul.vllmEncodings" -}}
+{{- $pools := .root.Values.pools }}
+{{- $encode := or (mergeOverwrite (deepCopy $pools.common) (deepCopy $pools.encode)).enabled .root.Values.router.encode }}
+{{- $prefill := or (mergeOverwrite (deepCopy $pools.common) (deepCopy $pools.prefill)).enabled .root.Values.router.prefill }}
+{{- $role := "" }}
+{{- if eq .role "encode" }}
+{{- $role = "ec_producer" }}
+{{- else if and $encode (or (eq .role "prefill") (not $prefill)) }}
+{{- $role = "ec_consumer" }}
+{{- end }}
+{{- if $role }}
+{{- toJson (dict "ec_connector" "ECCPUConnector" "ec_role" $role "ec_connector_extra_config" (dict "ec_enable_nixl" true)) }}
+{{- end }}
 {{- end }}
 
 {{- define "backhaul.vllmArgs" -}}
@@ -60,7 +78,12 @@
 - --headless
 {{- end }}
 {{- end }}
+{{- if ne .role "encode" }}
 - {{ printf "--kv-transfer-config=%s" (include "backhaul.vllmTransfer" .) | squote }}
+{{- end }}
+{{- with include "backhaul.vllmEncodings" . }}
+- {{ printf "--ec-transfer-config=%s" . | squote }}
+{{- end }}
 {{- end }}
 
 {{- define "backhaul.engineEnv" -}}
@@ -79,9 +102,10 @@
 - {name: UCX_NET_DEVICES, value: {{ . | quote }}}
 {{- end }}
 {{- if eq $pool.engine "vllm" }}
-- name: VLLM_NIXL_SIDE_CHANNEL_HOST
+{{- $channel := ternary "EC" "NIXL" (eq .role "encode") }}
+- name: VLLM_{{ $channel }}_SIDE_CHANNEL_HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: "{{ int $pool.kvTransfer.sideChannelPort }}"}
+- {name: VLLM_{{ $channel }}_SIDE_CHANNEL_PORT, value: "{{ int $pool.kvTransfer.sideChannelPort }}"}
 {{- end }}
 {{- if $pool.apiKeySecret.name }}
 - name: VLLM_API_KEY

@@ -61,7 +61,10 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- $entries = prepend $entries $source }}
 {{- $statement := deepCopy $pool.statement }}
 {{- if eq $pool.engine "vllm" }}
-{{- $statement = merge $statement (dict "kind" "vllm" "bidirectional" $pool.kvTransfer.bidirectional) }}
+{{- $statement = merge $statement (dict "kind" "vllm") }}
+{{- if ne $role "encode" }}
+{{- $statement = merge $statement (dict "bidirectional" $pool.kvTransfer.bidirectional) }}
+{{- end }}
 {{- end }}
 {{- if $pool.apiKeySecret.name }}
 {{- $_ := set $statement "api_key_file" (printf "/etc/backhaul/%s-api-key/key" $role) }}
