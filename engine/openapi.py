@@ -77,6 +77,10 @@ ROUTES = (
     Declared("post", "/kv/claim", "For engines: leave to read blocks.", ClaimBody, OBJECT),
     Declared("post", "/kv/renew", "For engines: still interested in blocks.", RenewBody, OBJECT),
     Declared("post", "/kv/release", "For engines: no more interested in blocks.", ReleaseBody, OBJECT),
+    Declared("get", "/ec/agent", "For engines: how to reach this one's encodings.", answer=OBJECT),
+    Declared("post", "/ec/claim", "For engines: leave to read an encoding.", ClaimBody, OBJECT),
+    Declared("post", "/ec/renew", "For engines: still interested in encodings.", RenewBody, OBJECT),
+    Declared("post", "/ec/release", "For engines: no more interested in encodings.", ReleaseBody, OBJECT),
 )
 
 

@@ -295,7 +295,7 @@ async def test_long_body_arrives_whole_and_others_have_their_turn() -> None:
 
 @on_both_loops
 async def test_three_hundred_at_once() -> None:
-    async with served(answers) as server, a_client() as client:
+    async with served(answers) as server, a_client(keepalive_seconds=60.0) as client:
 
         async def one(number: int) -> bool:
             body = b"%d " % number * 1000

@@ -430,6 +430,7 @@ async def test_junk_does_not_grow_the_metrics(front: Front) -> None:
         )
 
     await junk(-1)  # all that a turn does is known from here on
+    await until(front.is_settled, "settled")
     before = await series()
     for number in range(60):
         await junk(number)
