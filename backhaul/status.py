@@ -87,7 +87,7 @@ def _read(answer: bytes, url: str) -> Status:
         return Status.model_validate_json(answer)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the answer"
+        where = _printable(".".join(map(str, first["loc"]))) or "the answer"
         raise CommandError(f"--url {url}: no status of a router: {where}: {first['msg']}") from None
 
 
@@ -105,7 +105,8 @@ def fetch(url: str, timeout: float) -> bytes:
             hint = "; is it a router, and not run with --status false?" if error.code == 404 else ""
             raise CommandError(f"--url {url}: answered with status {error.code}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise CommandError(f"--url {url}: no answer: {getattr(error, 'reason', None) or error}") from None
+        why = _printable(str(getattr(error, "reason", None) or error))  # it may quote what came instead of an answer
+        raise CommandError(f"--url {url}: no answer: {why}") from None
     if len(body) > MAX_BYTES:
         raise CommandError(f"--url {url}: answered with more than {MAX_BYTES} bytes")
     return body

@@ -293,6 +293,12 @@ REUSE: Final = (
                 {"tokens": f'sum(rate({R}tokens_total{{{ROUTERS},kind="spliced"}}[$__rate_interval]))'},
             ),
             Panel(
+                "Pictures, sound and film",
+                "encoded: by an encoder; local: left to the engine that prefills; known: their KV is there already.",
+                {"{{result}}": rate(f"{R}media_total", "result")},
+                stacked=True,
+            ),
+            Panel(
                 "Break-even",
                 "New tokens up to which a decode engine that has the rest computes them itself.",
                 {"tokens": f"avg({R}break_even_tokens{{{ROUTERS}}})"},

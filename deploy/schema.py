@@ -147,6 +147,7 @@ BY_PATH: Final[Mapping[str, Schema]] = {
     "pools.encode": {"$ref": "#/definitions/pool"},
     "networkPolicy.redis.ports": _list_of(PORT),
     "networkPolicy.apiServer.ports": _list_of(PORT),
+    "monitoring.prometheusRule.runbooks": {"type": "string", "pattern": r"^(https?://[^\s'\"#]+/)?$"},
     "ingress.hosts": _list_of(TEXT),
     "httpRoute.hostnames": _list_of(TEXT),
 }

@@ -12,7 +12,7 @@ from router.body import read_object
 from router.context import ROUTER
 from router.metrics import CONTENT_TYPE
 from router.siblings import METRICS
-from router.status import status_of
+from router.status import models_of, status_of
 
 STATUS_PATH: Final = "/admin/status"
 DRAIN_PATH: Final = "/admin/drain"
@@ -32,7 +32,7 @@ async def ready(request: web.Request) -> web.Response:
         "ready": router.ready,
         "draining": router.draining,
         "engines": [
-            {"url": engine.name, "role": engine.role, "state": engine.state, "models": sorted(engine.models)}
+            {"url": engine.name, "role": engine.role, "state": engine.state, "models": models_of(engine)}
             for engine in router.pool.engines
         ],
     }
@@ -67,8 +67,6 @@ async def drain(request: web.Request) -> web.Response:
     It gets no new turns, finishes what it has, and its blocks may still be read; until this router ends, or is told
     otherwise."""
     router = request.app[ROUTER]
-    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        raise APIError(403, "A page from elsewhere may not do this.", type="ForbiddenError")  # in an operator's browser
     body = await read_object(request, MAX_BODY_BYTES)
     url, role, on = body.get("engine"), body.get("role"), body.get("drain", True)
     if not isinstance(url, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Final
 
@@ -28,6 +28,7 @@ from router.config import RouterConfig
 from router.context import REQUEST_ID, ROUTER, Router, finish_headers
 from router.discovery.follow import Discovery
 from router.discovery.kube import Cluster
+from router.doors import for_operators
 from router.headers import request_id
 from router.holdings import Holdings
 from router.member import Role
@@ -74,12 +75,7 @@ def build_app(config: RouterConfig) -> web.Application:
         *([("GET", admin.STATUS_PATH, admin.status)] if config.status else []),
         ("GET", PATH, openapi),
     ]
-    for method, path, handler in routes:
-        if method == "GET":
-            app.router.add_get(path, guarded(handler))  # and HEAD
-        else:
-            app.router.add_route(method, path, guarded(handler))
-    app.router.add_route("*", "/{path:.*}", guarded(nowhere), name=NOWHERE)
+    _route(app, routes)
     app.cleanup_ctx.append(lambda app: parts(app, config, seals))
     return app
 
@@ -168,14 +164,21 @@ def build_admin_app(router: Router) -> web.Application:
         ("GET", "/health", admin.health),
         ("GET", "/ready", admin.ready),
         ("GET", "/metrics", admin.metrics),
-        ("GET", admin.STATUS_PATH, admin.operators_status),
-        *(("GET", path, handler) for path, handler in page.routes()),
-        ("POST", admin.DRAIN_PATH, admin.drain),
-        ("*", "/{path:.*}", nowhere),
+        ("GET", admin.STATUS_PATH, for_operators(admin.operators_status)),
+        *(("GET", path, for_operators(handler)) for path, handler in page.routes()),
+        ("POST", admin.DRAIN_PATH, for_operators(admin.drain)),
     ]
-    for method, path, handler in routes:
-        app.router.add_route(method, path, guarded(handler), name=NOWHERE if method == "*" else None)
+    _route(app, routes)
     return app
+
+
+def _route(app: web.Application, routes: Iterable[tuple[str, str, Handler]]) -> None:
+    for method, path, handler in routes:
+        if method == "GET":
+            app.router.add_get(path, guarded(handler))  # and HEAD
+        else:
+            app.router.add_route(method, path, guarded(handler))
+    app.router.add_route("*", "/{path:.*}", guarded(nowhere), name=NOWHERE)
 
 
 def guarded(handler: Handler) -> Handler:
@@ -200,10 +203,6 @@ def told(request: web.Request, error: Exception) -> web.Response:
     match error:
         case APIError():
             return json_error(error.status, error.body(), error.headers)
-        case web.HTTPRequestEntityTooLarge():
-            limit = request.app[ROUTER].config.max_body_bytes
-            message = f"The request body is larger than {limit} bytes."
-            return json_error(413, error_body(message, type="BadRequestError", code=413))
         case web.HTTPException():
             headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             message = f"{error.reason}: {request.method} {request.path}"

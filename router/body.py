@@ -16,7 +16,7 @@ _EITHER_HEADER: Final = 32 + zlib.MAX_WBITS  # gzip or zlib, told by its first b
 
 
 async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
-    """The JSON object of a request. Raises APIError; web.HTTPRequestEntityTooLarge beyond `limit` bytes."""
+    """The JSON object of a request. Raises APIError; 413 beyond `limit` bytes."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding not in ("identity", "gzip", "deflate"):
         raise APIError(415, f"Content-Encoding {encoding} is not understood here; send gzip, deflate or none.")
@@ -24,7 +24,7 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
         if request.content.is_eof():  # all of it is here, as small ones are
             data: bytearray | bytes = request.content.read_nowait()
             if len(data) > limit:
-                raise web.HTTPRequestEntityTooLarge(limit)
+                raise _too_large(limit)
         else:
             async with asyncio.timeout(BODY_SECONDS):
                 data = await _read(request, limit)
@@ -46,12 +46,12 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
 async def _read(request: web.Request, limit: int) -> bytearray | bytes:
     """The body as sent. Not `request.read()`, which keeps a copy until the request is answered."""
     if (request.content_length or 0) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit)
+        raise _too_large(limit)
     data = bytearray()
     async for part in request.content.iter_any():
         data += part
         if len(data) > limit:
-            raise web.HTTPRequestEntityTooLarge(limit)
+            raise _too_large(limit)
     return data
 
 
@@ -62,9 +62,13 @@ def _unpack(data: bytearray | bytes, limit: int) -> bytes:
     except zlib.error as error:
         raise bad_request(f"The request body cannot be decompressed: {error}") from None
     if len(plain) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit)
+        raise _too_large(limit)
     if not unpacker.eof:
         raise bad_request("The request body cannot be decompressed: it ends too early.")
     if unpacker.unused_data:
         raise bad_request("The request body cannot be decompressed: something follows its end.")
     return plain
+
+
+def _too_large(limit: int) -> APIError:
+    return APIError(413, f"The request body is larger than {limit} bytes.")

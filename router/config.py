@@ -41,6 +41,9 @@ class RouterConfig(BaseModel):
     """Address to listen on for operators."""
     admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port to listen on for operators: status, metrics, draining of engines. Not for clients. Default: none."""
+    admin_names: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]{1,253}$")], ...] = ()
+    """Names by which browsers reach that port, such as an ingress's host: it answers them under no other name that has
+    a dot. Addresses, and names without one, need not be said."""
     prefill: Entries = ()
     """URL of a prefill engine, or of what names some: dns://NAME:PORT, srv://NAME, pods://NAMESPACE?labels=…&port=…,
     endpointslices://NAMESPACE/SERVICE?port=…. With none, decode engines prefill for themselves."""

@@ -25,6 +25,7 @@ from router.capabilities import OURS, Capabilities
 from router.client import Response, origin_of
 from router.known import Known
 from router.load import Load
+from router.names import listed
 from router.statement import EngineStatement, without_user
 
 Role = Literal["prefill", "decode", "encode"]
@@ -170,7 +171,7 @@ class Engine:
         if self._faulted_at < self._time() - SUSPECT_SECONDS:
             self._num_faults = 0
         self.drained_by.discard("itself")
-        why = "lists " + (", ".join(name if name.isprintable() else repr(name) for name in models) or "no model")
+        why = f"lists {listed(models)}"
         if self.health == "joining" or (self.health == "suspect" and self._num_faults <= 1):
             self.turn_to("ready", why)  # what turns have found only turns can prove wrong
         elif self.health == "ejected":

@@ -78,6 +78,7 @@ def _engine(several: Sequence[Json]) -> Json:
         **several[0],
         **{name: worst[name] for name in ("state", "why", "since")},
         **{name: sum(one[name] for one in several) for name in ENGINE_SUMS},
+        "limit": None if worst["limit"] is None else sum(one["limit"] for one in several),
         "load": next((one["load"] for one in several if one["load"] is not None), None),
         "idle_kv_blocks": sum(idle) if idle else None,
         **({"states": states} if len(states) > 1 else {}),

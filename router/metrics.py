@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, genera
 from router.admission import Gate
 from router.engine_gauges import EngineGauges
 from router.faults import FaultKind
+from router.phases import Phase
 from router.pool import Pool
 from router.tally import Counts, Durations, Models
 from router.totals import snapshot
 
 OUTCOMES: Final = ("ok", "rejected", "failed", "cut", "client_gone")
+STORE_OPERATIONS: Final = ("claim", "save", "put_back", "take_offer")
 TOKEN_KINDS: Final = ("prompt", "cached", "pulled", "computed", "completion")
 SPLICED: Final = "spliced"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -175,9 +177,11 @@ class Metrics:
         )
         for endpoint in endpoints:  # there from the start, at zero: an increase from nothing is not seen by rate()
             self.handoff_missing.add(endpoint, by=0)
+            self.turn_seconds.of(endpoint)
             for outcome in OUTCOMES:
                 self.turns.add(endpoint, outcome, by=0)
         for leg in ("prefill", "decode"):
+            self.leg_seconds.of(leg)
             self.retries.add(leg, by=0)
             self.retries_refused.add(leg, by=0)
             for kind in get_args(FaultKind):
@@ -186,6 +190,10 @@ class Metrics:
         for op in ("claim", "save"):
             for result in ("timeout", "error", "refused", "skipped"):
                 self.store_operations.add(op, result, by=0)
+        for phase in get_args(Phase):
+            self.phase_seconds.of(phase)
+        for op in STORE_OPERATIONS:
+            self.store_seconds.of(op)
         for result in ("ok", "refused", "failed", "waits_for_ttl"):
             self.releases.add(result, by=0)
         for kind in (*TOKEN_KINDS, SPLICED):

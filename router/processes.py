@@ -30,10 +30,14 @@ from router.tally import Counts
 LONGEST_PAUSE: Final = 30.0
 """Seconds until another process is started for one that died soon."""
 SOON: Final = 60.0
+HUNG_SECONDS: Final = 30
+"""Without a word of a process, though each tells every second what it has counted: it hangs."""
 NO_FORK_SECONDS: Final = 1.0
 MAX_UNSENT_BYTES: Final = 64 << 20
 MAX_KEPT: Final = 1000
 """Questions that processes started later are asked too; beyond, the oldest are forgotten."""
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 Work = Callable[[socket.socket], int]
 """What a process does, given its end of a pair of sockets: until its exit code."""
@@ -52,6 +56,8 @@ class _Process:
     """What it has counted, as it told last."""
     is_late: bool = False
     """It has not answered in time, and is not waited for until it is heard from."""
+    num_silent: int = 0
+    """Seconds in which nothing was heard from it."""
     has_hung_up: bool = False
     unsent: bytearray = field(default_factory=bytearray)
     frames: Frames = field(default_factory=Frames)
@@ -81,6 +87,7 @@ class Processes:
         self._due: dict[int, float] = {}
         """When another process is to be started, by its place."""
         self._pauses = [0.0] * num
+        self._next_look = 0.0
         self._all_have_listened = False
         self._stopping = False
         self._code = 0
@@ -95,8 +102,7 @@ class Processes:
         told, tell = socket.socketpair()
         for end in (told, tell):
             end.setblocking(False)
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        before = {number: signal.signal(number, lambda *_: None) for number in signals}
+        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         woken_before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
         self._selector.register(told, selectors.EVENT_READ)
         try:
@@ -111,6 +117,7 @@ class Processes:
                         self._attend(key.data, events)
                 self._reap()
                 self._see_to_what_is_due()
+                self._end_what_hangs()
             return self._code
         finally:
             signal.set_wakeup_fd(woken_before)
@@ -126,29 +133,35 @@ class Processes:
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes just now is for us, or for it; not for both
         try:
             pid = os.fork()
+            if pid == 0:
+                self._be_one(ours, theirs)
         except OSError as error:  # there are too many, or too little memory, for now
             log.error("no process can be started", extra={"number": place, "why": error.strerror})
             self._due[place] = time.monotonic() + NO_FORK_SECONDS
             ours.close()
             theirs.close()
             return
-        if pid == 0:
-            self._be_one(ours, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         theirs.close()
         ours.setblocking(False)
         self._processes[pid] = process = _Process(place, pid, ours, time.monotonic())
         self._selector.register(ours, selectors.EVENT_READ, process)
         log.info("process started", extra={"number": place, "pid": pid})
+        for frame in self._kept.values():  # before it takes a request
+            self._send(process, frame)
 
     def _be_one(self, ours: socket.socket, theirs: socket.socket) -> None:
         """What the new process does, and all it does."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             os.setpgid(0, 0)  # what a terminal sends to all of a group comes through the parent, once
             self._selector.close()
             for one in (ours, *(each.channel for each in self._processes.values())):
@@ -194,6 +207,23 @@ class Processes:
         self._pauses[process.place] = min(max(1.0, 2 * pause), LONGEST_PAUSE)
         self._due[process.place] = time.monotonic() + pause
 
+    def _end_what_hangs(self) -> None:
+        """It would get connections all the same, and hold up a shutdown. Only seconds that we had ourselves count:
+        where a whole machine has stood still, nobody has said anything for long."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 1.0
+        for process in self._processes.values():
+            process.num_silent += process.listens or self._stopping
+            if process.num_silent == HUNG_SECONDS:
+                log.error("process hangs, and is ended", extra={"number": process.place, "pid": process.pid})
+                self._kill(process, signal.SIGKILL)
+
+    def _kill(self, process: _Process, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
     def _signalled(self, number: signal.Signals) -> None:
         if number != signal.SIGCHLD:
             self._stop(number)
@@ -201,9 +231,8 @@ class Processes:
     def _stop(self, number: signal.Signals) -> None:
         self._stopping = True
         self._due.clear()
-        for pid in self._processes:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for process in self._processes.values():
+            self._kill(process, number)
 
     # What they say.
 
@@ -218,7 +247,12 @@ class Processes:
             except OSError:
                 data = b""
             if data:
-                self._heard(process, data)
+                try:
+                    self._heard(process, data)
+                except ValueError as error:
+                    log.error("process is not understood, and is ended", extra={"pid": process.pid, "why": str(error)})
+                    self._kill(process, signal.SIGKILL)
+                    self._hang_up(process)
             else:
                 self._hang_up(process)  # it is about to end
 
@@ -230,7 +264,7 @@ class Processes:
                 question.waiting.discard(process)
 
     def _heard(self, process: _Process, data: bytes) -> None:
-        process.is_late = False
+        process.is_late, process.num_silent = False, 0
         for frame in process.frames.feed(data):
             match frame.op:
                 case "listens":
@@ -244,7 +278,7 @@ class Processes:
 
     def _listens(self, process: _Process) -> None:
         process.listens = True
-        for frame in self._kept.values():
+        for frame in self._kept.values():  # those that came meanwhile, among them
             self._send(process, frame)
         if self._all_have_listened:
             self._send(process, Frame("go"))
@@ -289,9 +323,9 @@ class Processes:
 
     # What is to be done at some time.
 
-    def _patience(self) -> float | None:
-        due = [*self._due.values(), *(one.due for one in self._questions.values())]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+    def _patience(self) -> float:
+        due = [self._next_look, *self._due.values(), *(one.due for one in self._questions.values())]
+        return max(0.0, min(due) - time.monotonic())
 
     def _see_to_what_is_due(self) -> None:
         now = time.monotonic()

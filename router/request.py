@@ -26,6 +26,9 @@ from router.report import Report
 from router.store import Claimed
 from router.verify import Why
 
+MAX_MEDIA = 1024
+"""In one request: each may be a request to an encoder, and is part of what is remembered of the conversation."""
+
 
 @dataclass(slots=True)
 class Past:
@@ -121,6 +124,9 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
     tenant = tenant_of(router, request)
     scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
+    media = media_digests(history)
+    if len(media) > MAX_MEDIA:
+        raise bad_request(f"At most {MAX_MEDIA} media are possible in a request, got {len(media)}.", param="messages")
     several = endpoint.several(body)
     leg = os.urandom(16).hex()
     return Turn(
@@ -135,7 +141,7 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         alone=endpoint.alone(body, ours=several and router.pool.decodes_ours(model)),
         several=several,
         conversation=identify(scope, name, history),
-        media=media_digests(history),
+        media=media,
         explain=router.config.explain and request.headers.get("X-Backhaul-Explain") == "1",
         deadline=asyncio.get_running_loop().time() + router.config.turn_timeout,
         report=report,

@@ -32,6 +32,9 @@ log = logging.getLogger("router")
 
 def run_router(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code. Logging is the caller's to set up."""
+    if config.json_file is not None and not os.access(config.json_file.parent, os.W_OK | os.X_OK):
+        print(f"backhaul router: --json-file {config.json_file}: its folder cannot be written to", file=sys.stderr)
+        return 1
     if config.processes > 1:
         return run_processes(config)
     return run_process(config)

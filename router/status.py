@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from prometheus_client import Metric
 
+from connectors.wire.openai import APIError
 from router import jsontext
 from router.capabilities import FACTS, OURS, lowers
 from router.context import Router
 from router.load import Load
 from router.member import Engine
 from router.merged import merged
+from router.names import shown
 from router.siblings import Answer
 
 Json = dict[str, Any]
@@ -37,7 +39,7 @@ async def status_of(router: Router, *, recent: bool) -> Json:
     question = RECENT if recent else b""
     try:
         told = await router.siblings.gather(STATUS, question)
-    except TimeoutError:
+    except APIError:  # nobody passes it on
         told = []
     return merged([jsontext.loads(one) for one in told] or [await _own(router, recent=recent)])
 
@@ -97,11 +99,15 @@ def _engine(router: Router, engine: Engine) -> Json:
         "load": _load(reported, ours=known.kind == OURS) if reported.is_told else None,
         "idle_kv_blocks": router.holdings.num_blocks(engine.url) if engine.role == "decode" else None,
         "dispatched": engine.dispatched,
-        "models": sorted(engine.models)[:MAX_MODELS],
+        "models": models_of(engine),
         "num_models": len(engine.models),
         "capabilities": facts,
         "lowers": [lowered._asdict() for lowered in lowers(known, engine.role)] if engine.models else [],
     }
+
+
+def models_of(engine: Engine) -> list[str]:
+    return [shown(name) for name in sorted(engine.models)[:MAX_MODELS]]
 
 
 def _load(load: Load, *, ours: bool) -> Json:

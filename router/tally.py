@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
+from router.names import shown
+
 MAX_MODELS: Final = 100
 OTHER: Final = "other"
 """What models beyond so many are counted as."""
@@ -80,7 +82,9 @@ class Durations:
         return row
 
     def observe(self, label: str, seconds: float) -> None:
-        self.of(label).observe(seconds)
+        row = self._rows.get(label) or self.of(label)
+        row.counts[bisect_left(self._bounds, seconds)] += 1
+        row.sum += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         name, documentation, names = self._family
@@ -103,6 +107,7 @@ class Models:
 
     def label(self, model: str) -> str:
         """`model` is one that engines list."""
+        model = shown(model)
         label = self._labels.get(model)
         if label is None:
             if len(self._labels) >= MAX_MODELS:

@@ -23,6 +23,7 @@ from router.encode import encode
 from router.encodings import NONE
 from router.faults import EngineFault
 from router.member import Engine
+from router.names import shown
 from router.outage import plan_in_time
 from router.plan import Plan
 from router.relay import StreamRelay
@@ -100,7 +101,7 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
                 raise aborted()
             turn.report.attempts += 1
             plan, prefill_is_due = await plan_with_room(router, turn, prefilled)
-            turn.report.model = turn.model
+            turn.report.model = shown(turn.model)
             decoder = router.pool.get("decode", plan.decode)
             try:
                 if plan.prefill is None:
@@ -242,9 +243,9 @@ async def decode(
     if params is None:
         params = alone_params(router, turn, plan, engine)
     ours = engine.is_ours(turn.model)
-    if ours and params is not None:
-        params = params.kept_for(router.config.conversation_ttl / memory.OFFER_SHARE)
     body = turn.endpoint.decode_leg(turn.encodings.shown(turn.body), params, ids, ours=ours)
+    if ours and params is not None:
+        body["kv_transfer_params"]["remote_blocks_ttl"] = router.config.conversation_ttl / memory.OFFER_SHARE
     if prefilled is None or turn.encodings.rewrites:
         body = turn.encodings.put_into(body)
     answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)

@@ -16,6 +16,8 @@ from router.siblings import Answer
 
 ABORT: Final = "abort"
 MAX_REQUEST_IDS: Final = 8192
+MAX_CHARS: Final = 160
+"""Of what may be an id: that of a request, and what an answer's has before it."""
 
 
 async def abort_requests(request: web.Request) -> web.Response:
@@ -28,7 +30,7 @@ async def abort_requests(request: web.Request) -> web.Response:
     if len(names) > MAX_REQUEST_IDS:
         raise bad_request(f"At most {MAX_REQUEST_IDS} ids are possible.", param="request_ids")
     tenant = tenant_of(router, request)
-    asked = jsontext.dumps([tenant, names])
+    asked = jsontext.dumps([tenant, [name for name in names if len(name) <= MAX_CHARS]])
     numbers = [jsontext.loads(answer) for answer in await router.siblings.gather(ABORT, asked)]
     return web.json_response({"aborted": sum(numbers)})
 

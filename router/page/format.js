@@ -10,6 +10,9 @@ export const rate = (value) => (value === 0 ? "0" : value < 10 ? value.toFixed(1
 export const percent = (share) =>
   share === 0 || share >= 0.995 ? `${Math.round(100 * share)} %` : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
+/** A name that fits its place; whoever needs all of a long one asks the API. */
+export const brief = (text) => (text && text.length > 40 ? `${text.slice(0, 39)}…` : text);
+
 /** Milliseconds in the unit that suits them. */
 export function ms(value) {
   if (value === undefined || value === null) return "–";

@@ -1,7 +1,7 @@
 // What is shown of each part of the router's status.
 
 import { SOURCES, svg } from "./chart.js";
-import { count, minuteOfDay, ms, percent, quantile, rate, span, sum, timeOfDay } from "./format.js";
+import { brief, count, minuteOfDay, ms, percent, quantile, rate, span, sum, timeOfDay } from "./format.js";
 
 const FEW_TURNS = matchMedia("(max-width: 860px)").matches ? 8 : 20;
 const PHASES = ["read", "queue", "recall", "tokenize", "encode", "prefill", "decode", "remember"];
@@ -158,7 +158,7 @@ function engineCells(engine, now) {
   const load = state === "ejected" || state === "joining" ? null : engine.load; // what it said before means nothing now
   const fact = (name) => engine.capabilities[name]?.value;
   const version = [fact("kind") === "vllm" ? "vLLM" : fact("kind"), fact("version")].filter(Boolean).join(" ");
-  const models = engine.models.length > 1 ? `${engine.models[0]} and ${engine.num_models - 1} more` : (engine.models[0] ?? "no model");
+  const models = engine.models.length > 1 ? `${brief(engine.models[0])} and ${engine.num_models - 1} more` : (brief(engine.models[0]) ?? "no model");
   const since = span(now - engine.since);
   const others = engine.states ? Object.entries(engine.states).map(([name, n]) => `${n} see it ${STATES[name] ?? name}`).join(", ") : "";
   const blocks = fact("num_blocks");
@@ -171,7 +171,7 @@ function engineCells(engine, now) {
     ],
     [
       `${state} ${since} ${engine.why} ${others}`,
-      () => [el("span", { class: "state", "data-state": state }, STATES[state] ?? state), el("span", { class: "more" }, `for ${since}${state === "ready" ? "" : `: ${engine.why}`}`), others ? el("span", { class: "more" }, others) : null].filter(Boolean),
+      () => [el("span", { class: "state", "data-state": state }, STATES[state] ?? state), el("span", { class: "more" }, `for ${since}${state === "ready" ? "" : `: ${brief(engine.why)}`}`), others ? el("span", { class: "more" }, others) : null].filter(Boolean),
     ],
     [`${engine.in_flight}/${engine.limit}`, () => [count(engine.in_flight), engine.limit ? el("span", { class: "more" }, `of ${engine.limit}`) : null].filter(Boolean), "number"],
     [JSON.stringify([load?.running, load?.waiting]), () => (load ? [`${count(load.running)}, ${count(load.waiting)}`] : ["–"]), "number"],
@@ -224,7 +224,7 @@ function turnCells(turn, longest, largest) {
       `${turn.outcome} ${turn.status} ${tries}`,
       () => [el("span", { class: "outcome", "data-outcome": turn.outcome }, OUTCOMES[turn.outcome] ?? turn.outcome), el("span", { class: "more" }, [turn.status === 200 ? "" : turn.status, tries].filter(Boolean).join(", "))],
     ],
-    [`${turn.endpoint} ${turn.turn}`, () => [words(turn.endpoint), el("span", { class: "more" }, [turn.model, `turn ${turn.turn}`].filter(Boolean).join(", "))]],
+    [`${turn.endpoint} ${turn.turn}`, () => [words(turn.endpoint), el("span", { class: "more" }, [brief(turn.model), `turn ${turn.turn}`].filter(Boolean).join(", "))]],
     [`${turn.plan} ${turn.kv}`, () => (turn.plan ? [words(turn.plan), el("span", { class: "more" }, words(turn.kv ?? ""))] : ["–"])],
     [
       `${turn.prefill} ${turn.decode}`,

@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a digest that is none": (_router(image={"digest": "abc"}), "digest"),
     "a misspelt probe": (_router(probes={"readiness": {"periodSecond": 1}}), "periodSecond"),
     "a number as an argument": (_router(extraArgs=[1]), "extraArgs"),
+    "runbooks at no address": ({**PLAIN, "monitoring": {"prometheusRule": {"runbooks": "wiki: here"}}}, "runbooks"),
     "no Redis": ({"pools": {"common": MODEL}}, "redis.url"),
     "two of them": ({**PLAIN, "valkey": {"enabled": True}}, "redis"),
     "a password in the URL": ({**PLAIN, "redis": {"url": "redis://u:secret@h:6379"}}, "redis.passwordSecret"),

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+from router.siblings import MAX_FRAME_BYTES
 from tests.router_harness import CHAT, until
 from tests.router_process import Running, listening, started
 from tests.stub_engine import StubEngine
@@ -193,6 +195,18 @@ async def test_abort_finds_turns_of_other_processes(p: StubEngine, d: StubEngine
         assert await asyncio.gather(*turns) == [409] * 8
 
 
+async def test_abort_of_what_cannot_be_an_id_goes_no_further(
+    p: StubEngine, d: StubEngine, store: str, tmp_path: Path
+) -> None:
+    """Though a request may be larger than what processes say to each other."""
+    async with several(tmp_path, p, d, redis=store, max_body_bytes=MAX_FRAME_BYTES + 1000) as router:
+        name = "n" * MAX_FRAME_BYTES
+        body = BytesIO(json.dumps({"request_ids": [name]}).encode())
+        async with router.client.post(router.url + "/inference/v1/abort_requests", data=body) as told:
+            assert (await told.json()) == {"aborted": 0}
+        assert (await counts(router))["backhaul_router_process_restarts_total"] == 0
+
+
 async def test_conversation_goes_on_in_any_process(p: StubEngine, d: StubEngine, store: str, tmp_path: Path) -> None:
     """What a turn leaves for the next is in the store, and in no process."""
     p.tokenizes = d.tokenizes = True
@@ -225,6 +239,8 @@ async def test_port_that_others_have_is_refused_once(p: StubEngine, d: StubEngin
 async def test_wrong_settings_are_told_once(tmp_path: Path) -> None:
     missing = str(tmp_path / "key")
     await refused(tmp_path, lambda text: text.count("backhaul router: ") == 1, seal_key_file=missing)
+    nowhere = str(tmp_path / "missing/facts.json")
+    await refused(tmp_path, lambda text: text.startswith("backhaul router: --json-file"), json_file=nowhere)
 
 
 async def test_process_that_ends_by_itself_is_replaced(

@@ -235,6 +235,17 @@ async def test_a_router_that_has_just_begun(opened: Opening) -> None:
         assert await wrong_for(page) == []
 
 
+async def test_names_of_any_length_fit(opened: Opening) -> None:
+    async with telling() as told:
+        for engine in told.status["engines"]:
+            engine |= {"models": [256 * "m"], "why": "lists " + 256 * "m", "state": "suspect"}
+        for turn in told.status["recent"]["turns"]:
+            turn["model"] = 256 * "m"
+        async with opened(told.url, width=360) as page:
+            await expect(page.locator("#turns tbody tr").first).to_be_visible()
+            assert await page.evaluate("document.documentElement.scrollWidth") == 360
+
+
 async def test_works_below_another_path(opened: Opening) -> None:
     """As behind `kubectl proxy`, or an ingress for operators."""
     async with telling() as told:

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.parser import text_string_to_metric_families
 
+from connectors.wire.openai import unavailable
+from router.admin import MAX_BODY_BYTES
 from router.app import build_admin_app
+from router.names import MAX_CHARS
 from router.page import FILES
 from tests.router_harness import CHAT, NOBODY, Front, router_over, until
 from tests.router_process import listening, started
@@ -172,17 +176,96 @@ async def test_files_of_the_page_let_nothing_else_in(path: str) -> None:
         assert (await front.get(path)).status == 404  # not for clients
 
 
-@pytest.mark.parametrize(
-    ("site", "status"), [(None, 200), ("same-origin", 200), ("cross-site", 403), ("same-site", 403)]
-)
-async def test_pages_from_elsewhere_cannot_drain(site: str | None, status: int) -> None:
-    headers = {} if site is None else {"Sec-Fetch-Site": site}
+async def test_pages_from_elsewhere_cannot_drain() -> None:
+    """Whether or not the browser takes this for a safe place, of which it would say more than the origin."""
     async with (
         StubEngine("decode").running() as d,
         router_over([], [d], NO_REDIS) as front,
         operator(front) as client,
     ):
-        assert (await client.post("/admin/drain", json={"engine": d.url}, headers=headers)).status == status
+
+        async def drain(**headers: str) -> int:
+            answer = await client.post("/admin/drain", data=f'{{"engine": "{d.url}"}}', headers=headers)
+            return answer.status
+
+        own = f"{client.host}:{client.port}"
+        for origin in (
+            "http://elsewhere.example",
+            "null",
+            f"http://{client.host}:1",
+            f"http://{own}.elsewhere.example",
+        ):
+            assert await drain(Origin=origin) == 403, origin
+        assert front.router.pool.decode[0].state == "ready"
+        assert await drain(Origin=f"http://{own}") == 200
+        assert await drain() == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1:9000", "[::1]:9000", "10.0.0.7", "localhost:9000", "router")),
+        *((host, 200) for host in ("ops.example", "OPS.example:443")),
+        *((host, 403) for host in ("elsewhere.example:9000", "127.0.0.1.elsewhere.example", "ops.example.org", "[")),
+    ],
+)
+async def test_names_that_others_may_own_are_not_answered(host: str, status: int) -> None:
+    """Such as one that a page from elsewhere has made to mean this machine."""
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], NO_REDIS, admin_names=("ops.example",)) as front,
+        operator(front) as client,
+    ):
+        for path in ("/", "/admin/status"):
+            assert (await client.get(path, headers={"Host": host})).status == status
+        drain = {"engine": d.url, "drain": False}
+        assert (await client.post("/admin/drain", json=drain, headers={"Host": host})).status == status
+        for path in ("/health", "/metrics"):  # for whom a name says nothing
+            assert (await client.get(path, headers={"Host": host})).status == 200
+
+
+async def test_operators_get_heads_and_the_limit_that_holds_for_them() -> None:
+    async with (
+        StubEngine("decode").running() as d,
+        router_over([], [d], NO_REDIS) as front,
+        operator(front) as client,
+    ):
+        for path in ("/", "/metrics", "/admin/status"):
+            assert (await client.head(path)).status == 200
+        answer = await client.post("/admin/drain", data=b"x" * (MAX_BODY_BYTES + 1))
+        assert answer.status == 413
+        assert f"larger than {MAX_BODY_BYTES} bytes" in (await answer.json())["error"]["message"]
+
+
+async def test_process_tells_its_own_status_where_nobody_asks_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gather(*_: object) -> list[bytes]:
+        raise unavailable("The router's processes do not answer.")
+
+    async with StubEngine("decode").running() as d, router_over([], [d], NO_REDIS) as front:
+        monkeypatch.setattr(front.router.siblings, "gather", gather)
+        assert (await front.get("/admin/status")).json["processes"] == 1
+
+
+async def test_names_of_models_are_told_and_counted_in_bounds() -> None:
+    class Wordy(StubEngine):
+        async def _models(self, _: web.Request) -> web.Response:
+            names = ["n" * 10_000, 'with "quotes"\nand lines', *map(str, range(1000))]
+            return web.json_response({"data": [{"id": name, "owned_by": "backhaul"} for name in names]})
+
+    async with (
+        Wordy("decode").running() as d,
+        router_over([], [d], NO_REDIS) as front,
+        operator(front) as client,
+    ):
+        for name in ("n" * 10_000, 'with "quotes"\nand lines'):
+            assert (await front.post({**CHAT, "model": name, "stream": True})).status == 200
+        families = list(text_string_to_metric_families((await front.get("/metrics")).raw.decode()))
+        status = await client.get("/admin/status")
+        assert len(await status.read()) < 20_000
+        assert (await status.json())["engines"][0]["why"].endswith(" and 997 more")
+        assert len((await front.get("/ready")).raw) < 5_000
+    labels = {one.labels["model"] for family in families for one in family.samples if "model" in one.labels}
+    assert {len(label) for label in labels} == {MAX_CHARS, len('with "quotes"\nand lines')}
 
 
 async def test_any_of_several_processes_tells_for_all(tmp_path: Path) -> None:

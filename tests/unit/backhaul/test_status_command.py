@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,6 +124,26 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turns                  7 ok\n" in out
     assert "done without           2 pull (block_size)\n" in out
     assert "\x1b" not in out
+
+
+def test_what_is_no_router_says_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(json.dumps({**STATUS, "turns": {"\x1b[2J": "many"}}).encode()) as url:
+        assert main(["status", "--url", url]) == 1
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def tell() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x1b[2J\r\n\r\n")
+
+        thread = threading.Thread(target=tell)
+        thread.start()
+        assert main(["status", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
+        thread.join()
+    err = capsys.readouterr().err
+    assert err.count("?[2J") == 2
+    assert "\x1b" not in err
 
 
 def test_what_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

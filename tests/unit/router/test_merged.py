@@ -53,6 +53,13 @@ def test_the_worst_state_of_an_engine_is_told_and_who_sees_it_so() -> None:
     assert "states" not in merged([one, other])["engines"][1]
 
 
+def test_limits_hold_for_each_process() -> None:
+    one, other = two()
+    one["engines"][0]["limit"] = other["engines"][0]["limit"] = 8
+    first, second, *_ = merged([one, other])["engines"]
+    assert (first["limit"], second["limit"]) == (16, None)
+
+
 def test_an_engine_that_one_process_has_not_found_yet() -> None:
     one, other = two()
     del other["engines"][0]
