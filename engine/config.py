@@ -125,7 +125,7 @@ class EngineConfig(_Settings):
     max_media_bytes: Positive = 20 << 20
     """Largest picture, as a file."""
     max_image_pixels: Positive = 1 << 25
-    """Largest picture, width times height: what it takes to decode one is four bytes for each."""
+    """Largest picture, width times height: to decode one takes up to 28 bytes for each."""
     mm_processor_cache_gb: Annotated[float, Field(ge=0)] = 0.25
     """Memory for pictures that are prepared: the next turn of a conversation brings the same again. 0: none."""
     allowed_media_hosts: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from connectors.wire.openai import bad_request
 from connectors.wire.transfer import ECTransferParams
 from engine.api.bodies.media import Features, MediaFields, PicturePart
 from engine.api.context import Serving
-from engine.api.offload import offload
+from engine.api.offload import offload_picture
 from engine.formats.base import Pictures
 from engine.media.errors import MediaError, SettingsError, TooLarge
 from engine.media.fetch import decode_base64, decode_data_url, is_data_url
@@ -133,11 +133,11 @@ async def _picture(sight: Sight, part: PicturePart, settings: PictureSettings, n
     if part.type == "image_url":
         url = part.url or ""
         if is_data_url(url):
-            return await offload(
-                True, lambda: processor.picture(decode_data_url(url, max_bytes=sight.max_bytes), settings)
+            return await offload_picture(
+                lambda: processor.picture(decode_data_url(url, max_bytes=sight.max_bytes), settings)
             )
         data = await sight.fetcher.fetch(url)
-        return await offload(True, processor.picture, data, settings)
+        return await offload_picture(processor.picture, data, settings)
     whole = part.image_embeds
     tensor = whole.get("image_embeds") if isinstance(whole, dict) else whole
     metadata = (
@@ -147,7 +147,7 @@ async def _picture(sight: Sight, part: PicturePart, settings: PictureSettings, n
         return _named(sight, part.uuid or "", metadata or {}, named)
     if not sight.takes_embeds:
         raise MediaError("this engine takes no encodings from clients; start it with --enable-mm-embeds")
-    return await offload(True, lambda: processor.embeds(decode_base64(tensor), metadata or None))
+    return await offload_picture(lambda: processor.embeds(decode_base64(tensor), metadata or None))
 
 
 def _named(sight: Sight, name: str, metadata: Mapping[str, object], named: Named) -> Picture:

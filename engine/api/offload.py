@@ -13,6 +13,9 @@ LARGE_BODY = 1 << 16
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-bodies")
 """Few, for each competes with the loop for the interpreter; two, so that one huge body does not hold up the others."""
 
+_PICTURES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pictures")
+"""Of their own: one can take seconds, for which no text is to wait."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -22,3 +25,8 @@ async def offload(large: bool, function: Callable[P, T], *args: P.args, **kwargs
     if not large:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*args, **kwargs))
+
+
+async def offload_picture(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for what prepares a picture."""
+    return await asyncio.get_running_loop().run_in_executor(_PICTURES, lambda: function(*args, **kwargs))

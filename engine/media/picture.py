@@ -15,10 +15,13 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from engine.media.errors import MediaError
+from engine.media.outline import check_outline
 from engine.media.settings import PictureSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Those that clients send; each further decoder is one more that anybody can try to break."""
+MAX_SIDE = (1 << 16) - 1
+"""Pixels, which is what a JPEG can have: to scale a line of millions takes gigabytes."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _PLAIN = ("RGB", "L", "1", "P", "CMYK", "YCbCr", "HSV", "LAB", "RGBX")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -34,10 +37,16 @@ Tiles = npt.NDArray[np.uint8]
 def decode(data: bytes, *, max_pixels: int) -> Image.Image:
     """The picture, RGB and upright. Raises MediaError."""
     try:
+        check_outline(data)
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         if width * height > max_pixels:
             raise MediaError(f"the picture has {width} x {height} pixels, at most {max_pixels} are possible")
+        if max(width, height) > MAX_SIDE:
+            raise MediaError(f"the picture has {width} x {height} pixels, at most {MAX_SIDE} on a side are possible")
+        if any(tile.codec_name == "bmp_rle" for tile in picture.tile):
+            # Decoded in Python, to whatever size the file asks for.
+            raise MediaError("compressed BMP is not supported")
         # A camera's file of several pictures (MPO) is one, with a preview; only its first is looked at.
         if picture.format != "MPO" and getattr(picture, "is_animated", False):
             raise MediaError("animated pictures are not supported")

@@ -13,6 +13,7 @@ from aiohttp import web
 from connectors.wire.seal import SEAL_HEADER
 from router.discovery.follow import SETTINGS
 from router.discovery.source import Found
+from router.request import MAX_MEDIA
 from tests.router_harness import CHAT, COMPLETION, NOBODY, Front, router_over, until
 from tests.stub_encoder import StubEncoder, content, looking_at, named, picture
 from tests.stub_engine import TEXT, Script, StubEngine
@@ -241,6 +242,13 @@ async def test_router_without_encoders_leaves_media_to_prefill(p: StubEngine, d:
     assert answer.status == 200
     assert "media" not in answer.explain
     assert "ec_transfer_params" not in p.bodies[0]
+
+
+async def test_more_media_than_a_request_may_have_reach_no_engine(e: StubEncoder, p: StubEngine, d: StubEngine) -> None:
+    async with over([e], [p], [d], encode_batch=1) as front:
+        answer = await front.post(looking_at(*(picture(f"{number}") for number in range(MAX_MEDIA + 1))))
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+    assert (e.seen, p.bodies, d.bodies) == ([], [], [])
 
 
 async def test_part_with_no_content_is_left_as_it_is(e: StubEncoder, p: StubEngine, d: StubEngine) -> None:

@@ -149,6 +149,59 @@ def test_what_is_no_picture_is_one_error(data: bytes) -> None:
     assert "\n" not in str(raised.value)
 
 
+def bmp(width: int, height: int, data: bytes) -> bytes:
+    """Eight bits for a pixel, run-length encoded."""
+    head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(data), 0, 0, 256, 0) + bytes(4 * 256)
+    return b"BM" + struct.pack("<IHHI", 14 + len(head) + len(data), 0, 0, 14 + len(head)) + head + data
+
+
+def progressive(num_scans: int) -> bytes:
+    """A JPEG with its last scan once more, again and again."""
+    data = encoded(draw(40, 30, seed=1), "JPEG", progressive=True)
+    scan = data[data.rfind(b"\xff\xda") : -2]
+    return data[:-2] + scan * num_scans + b"\xff\xd9"
+
+
+def behind_head(format: str, part: bytes, size: int) -> bytes:
+    """A picture of this format with something in its file over and over."""
+    data = encoded(Image.new("P", (4, 4)), format) if format == "GIF" else encoded(draw(4, 4, seed=1), format)
+    at = {"PNG": 33, "JPEG": 2, "GIF": data.find(b",")}[format]
+    return data[:at] + part * (size // len(part)) + data[at:]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (bomb(1 << 16, 1), "at most 65535 on a side"),
+        (bmp(1 << 10, 1 << 10, b"\0\2\0\xff"), "compressed BMP"),
+        (progressive(100), "more than 64 scans"),
+        (behind_head("PNG", chunk(b"zzZz", b""), 1 << 20), "more than 16384 parts"),
+        (behind_head("JPEG", b"\xff\xfe\0\2", 1 << 20), "more than 16384 parts"),
+        (behind_head("JPEG", b"\xff\xe1\0\x08Exif\0\0", 1 << 20), "more than 16384 parts"),
+        (behind_head("JPEG", b"\xff", 1 << 20), "more than 16384 parts"),
+        (behind_head("GIF", b"!\xfe\x01c\0", 1 << 20), "more than 1024 comment blocks"),
+        (behind_head("GIF", b"!\xff" + b"\1a" * (1 << 19), 1 << 21), "more than 1024 comment blocks"),
+        (behind_head("GIF", b"\1", 1 << 20), "more than 131072 blocks"),
+    ],
+    ids=["line", "run-lengths", "scans", "chunks", "comments", "exif", "filling", "notes", "extension", "junk"],
+)
+def test_files_that_take_longer_than_their_pixels_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(MediaError, match=message):
+        decode(data, max_pixels=MAX_PIXELS)
+
+
+def test_files_of_usual_parts_are_not_refused() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8))
+    for data in (
+        encoded(noise, "PNG"),
+        encoded(noise.quantize(256), "GIF", comment=b"c" * 10_000),
+        encoded(noise, "JPEG", progressive=True, comment=b"c" * 10_000, restart_marker_blocks=1),
+        encoded(draw(40, 30, seed=1), "JPEG") + b"\xff\xda\0\2" * 1000,  # a camera's film, behind its picture
+        progressive(20),
+    ):
+        decode(data, max_pixels=MAX_PIXELS)
+
+
 def test_any_change_to_a_files_bytes_is_a_picture_or_one_error() -> None:
     chooser = np.random.default_rng(0)
     for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
