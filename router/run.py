@@ -111,7 +111,13 @@ async def serve(config: RouterConfig, channel: socket.socket | None = None) -> i
         print(f"backhaul router: {error}", file=sys.stderr)
         return 1
     stop = _Signals()
-    await runner.setup()
+    try:
+        await runner.setup()
+    except ValueError as error:  # where engines come from can never be asked
+        await runner.cleanup()
+        stop.close()
+        print(f"backhaul router: {error}", file=sys.stderr)
+        return 1
     router = runner.app[ROUTER]
     admin = web.AppRunner(build_admin_app(router), access_log=None, shutdown_timeout=CUT_SECONDS)
     several = channel is not None

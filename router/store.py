@@ -90,7 +90,6 @@ class Store:
         self._refused: set[str] = set()
         self._fault_why = ""
         self._seconds: deque[float] = deque(maxlen=NUM_LATENCIES)
-        self._time = asyncio.get_running_loop().time
 
     async def claim(self, key: str | None) -> Claimed | None:
         """The conversation's record, with its offer for the first who asks; None if there is none to be had."""
@@ -235,11 +234,11 @@ class Store:
         if time.monotonic() < self._paused_until or self._link.is_full:
             self._count(op, "skipped")
             return _NONE
-        started = self._time()
+        started = time.perf_counter()  # the loop's clock has steps of a millisecond, which is long for Redis
         reply = await self._reply(self._link.send("EVALSHA", script.sha, 1, key, *arguments, late=late))
         if isinstance(reply, NoScriptError):
             reply = await self._reply(self._link.send("EVAL", script.text, 1, key, *arguments, late=late))
-        self._metrics.store_seconds.observe(op, self._time() - started)
+        self._metrics.store_seconds.observe(op, time.perf_counter() - started)
         if isinstance(reply, Exception):
             return self._failed(op, reply)
         if self._faults or self._refused:
@@ -291,12 +290,13 @@ class Store:
 
     async def _reply(self, command: Command) -> Any:
         """The reply, or an exception as a value."""
+        started = time.perf_counter()
         try:
             reply = await command.future
         except asyncio.CancelledError:
             command.leave()
             raise
-        self._seconds.append(self._time() - command.started)
+        self._seconds.append(time.perf_counter() - started)
         return reply
 
     def _count(self, op: str, result: str) -> None:

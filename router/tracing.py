@@ -23,7 +23,7 @@ def check_tracing() -> None:
     try:
         import router.otel  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"trace_endpoint needs {error.name}: pip install 'backhaul[tracing]'") from None
+        raise ValueError(f"trace_endpoint needs {error.name}: pip install '.[tracing]' in Backhaul's folder") from None
 
 
 def open_tracing(endpoint: str, sample: float) -> Tracing:

@@ -18,7 +18,7 @@ def make_sight(config: EngineConfig, model: LoadedModel, max_model_len: int) -> 
         # Only here: an engine whose model sees nothing needs no Pillow.
         from engine.media.processor import Processor, ProcessorLimits
     except ImportError as error:
-        raise StartError(f"Pillow cannot be imported ({error}): pip install 'backhaul[vision]'") from None
+        raise StartError(f"Pillow cannot be imported ({error}): pip install '.[vision]' in Backhaul's folder") from None
     try:
         allowed = networks(config.allowed_media_networks)
     except ValueError as error:

@@ -118,6 +118,18 @@ async def test_port_taken_is_one_line(d: StubEngine, tmp_path: Path) -> None:
         assert not (tmp_path / "router.json").exists()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_source_that_can_never_be_asked_is_one_line(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    async with started(tmp_path, decode=["pods://llm?labels=role=decode&port=http"], processes=processes) as router:
+        _, errors = await asyncio.wait_for(router.process.communicate(), 20)
+        assert router.process.returncode == 1
+        assert "the router does not run in Kubernetes" in errors.decode()
+        assert "Traceback" not in errors.decode()
+
+
 async def test_restarts_over_running_engines_serve_their_first_request(
     p: StubEngine, d: StubEngine, tmp_path: Path
 ) -> None:

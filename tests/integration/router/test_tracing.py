@@ -243,7 +243,7 @@ def test_without_tracing_its_part_of_opentelemetry_is_not_imported() -> None:
 def test_tracing_without_its_extra_is_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "router.otel", None)
     config = RouterConfig(decode=(NOBODY,), trace_endpoint="http://collector:4318/v1/traces")
-    with pytest.raises(ValueError, match=r"^trace_endpoint needs .*: pip install 'backhaul\[tracing\]'$"):
+    with pytest.raises(ValueError, match=r"^trace_endpoint needs .*: pip install '.\[tracing\]' in Backhaul's folder$"):
         make_runner(config)
 
 

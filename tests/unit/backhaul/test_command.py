@@ -82,4 +82,5 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch:
     monkeypatch.setitem(extras._MODULES, "engine", ("json", "torch_that_nobody_has"))
     with pytest.raises(CommandError) as caught:
         extras.require("engine", "embedded", command="up")
-    assert str(caught.value) == "`backhaul up` needs torch_that_nobody_has: pip install 'backhaul[engine,embedded]'"
+    install = "pip install '.[engine,embedded]' in Backhaul's folder"
+    assert str(caught.value) == f"`backhaul up` needs torch_that_nobody_has: {install}"
