@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
@@ -31,12 +32,15 @@ LONG_TEXT = 8192
 """Characters from which text is tokenized in a thread, so that other requests' tokens keep flowing."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVSide:
-    """What an engine with a KV connector has for its peers."""
+C = TypeVar("C", KVConnector, EncoderConnector)
+
+
+@dataclass(frozen=True)
+class Side(Generic[C]):
+    """What an engine with a connector has for its peers."""
 
     engine_id: str
-    connector: KVConnector
+    connector: C
 
     @property
     def transport(self) -> Transport:
@@ -47,20 +51,8 @@ class KVSide:
         return self.connector.leases
 
 
-@dataclass(frozen=True, slots=True)
-class ECSide:
-    """What an engine with an encoder-cache connector has for its peers."""
-
-    engine_id: str
-    connector: EncoderConnector
-
-    @property
-    def transport(self) -> Transport:
-        return self.connector.transport
-
-    @property
-    def leases(self) -> Leases:
-        return self.connector.leases
+KVSide = Side[KVConnector]
+ECSide = Side[EncoderConnector]
 
 
 @dataclass(frozen=True)
