@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -73,19 +73,18 @@ class Frames:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Those that are whole now. Raises ValueError for what is none."""
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Those that are whole now; take them all. Raises ValueError for what is none, after those before it."""
         self._data += data
-        frames = []
         while len(self._data) >= 4:
             size = int.from_bytes(self._data[:4])
             if size > MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {size} bytes")
             if len(self._data) < 4 + size:
                 break
-            frames.append(Frame.unpack(bytes(self._data[4 : 4 + size])))
+            whole = bytes(self._data[4 : 4 + size])
             del self._data[: 4 + size]
-        return frames
+            yield Frame.unpack(whole)
 
 
 class Siblings:

@@ -27,7 +27,7 @@ from connectors.base import (
 )
 from connectors.transport import TransferEvent
 from engine.batch import Batch, ScheduledRequest
-from engine.media.cache import EncoderCacheManager, EncodingState
+from engine.media.cache import EncoderCacheManager, Encoding, EncodingState
 from engine.media.item import MediaItem
 from engine.request import Request
 
@@ -82,6 +82,8 @@ class MediaSchedule:
         self._arrived: list[Request] = []
         self._encode: dict[EncodingKey, MediaItem] = {}
         """What this step encodes."""
+        self._filling: list[Encoding] = []
+        """Into whose blocks."""
         self._encodings: dict[str, Sequence[int]] = {}
 
         self.num_encoded = 0
@@ -147,7 +149,7 @@ class MediaSchedule:
     # A step.
 
     def begin_step(self) -> None:
-        self._encode, self._encodings = {}, {}
+        self._encode, self._filling, self._encodings = {}, [], {}
 
     def chunk(self, request: Request, start: int, count: int) -> int:
         """How many of `count` tokens from `start` on can be computed in this step: none of a picture's placeholders
@@ -171,7 +173,9 @@ class MediaSchedule:
             self._encodings[key.identifier] = encoding.block_ids
             if encoding.state is not EncodingState.READY:
                 assert encoding.picture is not None, f"{key.identifier}: nobody has the picture"
-                self._encode[key] = encoding.picture
+                if key not in self._encode:
+                    self._encode[key] = encoding.picture
+                    self._filling.append(encoding)
                 encodes = True
         return encodes
 
@@ -185,9 +189,11 @@ class MediaSchedule:
     def encoded(self) -> None:
         """The step was computed."""
         self.num_encoded += len(self._encode)
-        for key in self._encode:
-            self.cache.filled(key)
-        self._encode = {}
+        for encoding in self._filling:
+            # If all who needed it left during the step, another of that name may be wanted since, in other blocks.
+            if self.cache.in_use.get(encoding.key) is encoding:
+                self.cache.filled(encoding.key)
+        self._encode, self._filling = {}, []
 
     def computed(self, request: Request) -> None:
         """Of a request that runs, more tokens are computed: the encodings of the pictures before them can go."""

@@ -9,6 +9,7 @@ at the end every request has had its answer or a reason.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,8 +68,7 @@ class Traffic:
             parts += [self.random.randint(1, 5), picture]
         return [*parts, self.random.randint(1, 6)]
 
-    def ask(self) -> None:
-        engine = self.random.choice(self.engines)
+    def ask(self, engine: MediaEngine) -> None:
         parts, described = self.parts(), self.random.random() < 0.4
         params = None
         if self.announced and self.random.random() < 0.8:
@@ -85,7 +85,7 @@ class Traffic:
     def act(self) -> None:
         match self.random.randint(0, 9):
             case 0 | 1:
-                self.ask()
+                self.ask(self.random.choice(self.engines))
             case 2:
                 self.encoding.append(self.encoder.ask(*self.parts()))
             case 3 if self.asked:
@@ -107,7 +107,16 @@ class Traffic:
             if params is not None:
                 self.announced = [*self.announced[-5:], ECTransferParams.parse(params.to_json())]
         for engine in self.engines:
-            engine.step()
+            engine.step(during=partial(self.meanwhile, engine))
+
+    def meanwhile(self, engine: MediaEngine) -> None:
+        """While this engine computes a step, some leave, some come, and loads end."""
+        if self.random.random() < 0.2:
+            for request in list(engine.scheduler.running):
+                if not request.num_output_tokens:
+                    engine.abort(request)
+                    self.ask(engine)
+            engine.settle()
 
 
 @pytest.mark.parametrize("seed", range(60))

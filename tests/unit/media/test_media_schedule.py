@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from connectors.wire.transfer import KVTransferParams
+from engine.media.cache import EncodingState
 from engine.messages import Stop
 from engine.request import Request, RequestStatus
 from tests.fake_engines import FakeEngine
 from tests.fake_runner import expected_output
-from tests.media_engines import MediaEngine, key
+from tests.media_engines import MediaEngine, key, pair
 from tests.media_runner import picture_request
 
 
@@ -212,6 +213,27 @@ def test_an_abort_leaves_no_encoding_needed(when: str) -> None:
     engine.collect()
     assert engine.final(request).finish_reason == "abort"
     check_answers(engine, other)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("is_announced", [False, True], ids=["to be encoded", "to be loaded"])
+def test_what_is_encoded_for_one_that_left_is_not_taken_for_what_was_wanted_since(is_announced: bool) -> None:
+    """The step has written to blocks that were given up while it ran; who came meanwhile has others."""
+    encoder, engine, _ = pair()
+    announced = encoder.announce("b", "a") if is_announced else encoder.announce("b")
+    left = engine.ask(2, "a", 3)
+    came: list[Request] = []
+
+    def meanwhile() -> None:
+        engine.abort(left)
+        came.append(engine.ask(1, "b", 2, "a", 3, ec_params=announced))
+        assert engine.encoder.cache.state(key("a")) is not None, "it has room already, for its encodings are fetched"
+
+    engine.step(during=meanwhile)
+    state = EncodingState.LOADING if is_announced else EncodingState.WANTED
+    assert engine.encoder.cache.state(key("a")) is state
+    engine.run()
+    check_answers(engine, *came)
     engine.check_idle()
 
 

@@ -25,7 +25,14 @@ def test_frames_are_put_together_whatever_the_pieces(size: int) -> None:
 
 def test_frame_of_no_sensible_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a frame of"):
-        Frames().feed((MAX_FRAME_BYTES + 1).to_bytes(4))
+        list(Frames().feed((MAX_FRAME_BYTES + 1).to_bytes(4)))
+
+
+def test_frames_before_one_that_is_none_are_taken() -> None:
+    frames = Frames().feed(Frame("listens").pack() + b"\xff" * 8)
+    assert next(frames).op == "listens"
+    with pytest.raises(ValueError, match="a frame of"):
+        next(frames)
 
 
 async def test_router_of_one_process_asks_itself() -> None:
