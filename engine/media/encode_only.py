@@ -44,10 +44,13 @@ class EncodeScheduler:
         self.requests[request.request_id] = request
         if not request.media:
             self._finish(request, RequestStatus.FINISHED_ERROR, NO_PICTURES, 400)
-        elif obstacle := self.media.obstacle(request):
-            self._finish(request, RequestStatus.FINISHED_ERROR, obstacle, 400)
-        else:
+            return
+        request.media = self.media.fitting(request)  # whoever would have fetched the others encodes them
+        if request.media:
             self.waiting.append(request)
+        else:
+            request.to(RequestStatus.RUNNING)
+            self._finish(request, RequestStatus.FINISHED_STOPPED)
 
     def stop(self, message: Stop) -> None:
         request = self.requests.get(message.request_id)

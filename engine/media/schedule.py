@@ -102,6 +102,15 @@ class MediaSchedule:
             f"{self.cache.pool.num_blocks}: send fewer or smaller ones, or raise --encoder-cache-bytes"
         )
 
+    def fitting(self, request: Request) -> Sequence[MediaItem]:
+        """The pictures of this request up to the first with which the cache cannot hold them at one time."""
+        keys: set[EncodingKey] = set()
+        for number, picture in enumerate(request.media):
+            keys.add(EncodingKey.of(picture))
+            if self.cache.num_blocks(keys) > self.cache.pool.num_blocks:
+                return request.media[:number]
+        return request.media
+
     # Before a request runs.
 
     def ensure_cache_available(self, request: Request, num_have: int, *, is_next: bool) -> Availability:

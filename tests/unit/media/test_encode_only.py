@@ -83,13 +83,27 @@ def test_a_picture_that_is_only_described_cannot_be_encoded(encoder: EncodeEngin
     assert encoder.final(whole).finish_reason == "stop"
 
 
-def test_pictures_larger_than_the_cache_are_refused() -> None:
+def test_pictures_that_the_cache_cannot_hold_together_are_left_out() -> None:
+    """They are not announced, and whoever would have fetched them encodes them."""
     encoder = EncodeEngine(FakeNetwork(), encoder_blocks=3)
-    large, small = encoder.ask("a", "b"), encoder.ask("c")
+    requests = [encoder.ask("a", "b", "a"), encoder.ask("c")]
     encoder.run()
     encoder.step()
-    assert encoder.final(large).error_status == 400
-    assert encoder.final(small).finish_reason == "stop"
+    for request, announced in zip(requests, ("a", "c"), strict=True):
+        final = encoder.final(request)
+        assert final.finish_reason == "stop"
+        assert final.ec_transfer_params is not None
+        assert list(final.ec_transfer_params.items) == [announced]
+
+
+def test_picture_larger_than_the_cache_is_not_announced() -> None:
+    encoder = EncodeEngine(FakeNetwork(), encoder_blocks=1)
+    request = encoder.ask("a")
+    encoder.run()
+    encoder.step()
+    final = encoder.final(request)
+    assert (final.finish_reason, final.ec_transfer_params) == ("stop", None)
+    assert not encoder.scheduler.requests
 
 
 def test_who_has_no_room_waits_for_those_that_are_encoded(encoder: EncodeEngine) -> None:
