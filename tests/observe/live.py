@@ -39,7 +39,9 @@ class Watched:
 
 async def play(model: Path, folder: Path, watch: Callable[[dict[str, list[str]]], Prometheus]) -> Watched:
     """`watch` starts Prometheus over these addresses, by job."""
-    async with fleet(model, folder, sentinel=False, trouble=False, processes=2) as started:
+    # On a busy machine it would seem cheaper to leave the decode engine alone with the second turn.
+    settings: dict[str, Any] = {"processes": 2, "decode_only_tokens": 0}
+    async with fleet(model, folder, sentinel=False, trouble=False, **settings) as started:
         jobs = {
             "routers": [_address(part) for part in started.routers],
             "prefill": [_address(part) for part in started.group("prefill")],
