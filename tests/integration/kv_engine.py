@@ -305,7 +305,8 @@ class ClaimGate:
         self._threads: list[threading.Thread] = []
         self._server = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(owner.peer.engine_id, "127.0.0.1", self._server.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def __enter__(self) -> ClaimGate:
         return self
@@ -313,6 +314,7 @@ class ClaimGate:
     def __exit__(self, *args: object) -> None:
         """Nothing of it is left: tests count descriptors and threads."""
         self._server.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(5)  # or a connection that it is just taking would be overlooked
         self._server.close()
         for connection in self._connections:
             with contextlib.suppress(OSError):
