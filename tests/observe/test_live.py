@@ -84,9 +84,17 @@ def test_own_labels_survive_those_of_the_operator(watched: Watched) -> None:
 
 
 def test_turns_reused_what_was_there(watched: Watched) -> None:
-    """Else the dashboards would be asked of nothing. Whether what is reused was pulled too depends on the machine."""
-    for kind in ("cached", "computed", "completion"):
+    """Else the dashboards would be asked of nothing."""
+    for kind in ("pulled", "cached", "computed", "completion"):
         assert watched.prometheus.value(f'sum(backhaul_router_tokens_total{{kind="{kind}"}})', watched.at) > 0, kind
+    pulled = [
+        watched.prometheus.value(f"sum({counter})", watched.at)
+        for counter in (
+            'backhaul_router_tokens_total{kind="pulled"}',
+            'backhaul_engine_kv_tokens_pulled_total{source="decode"}',
+        )
+    ]
+    assert pulled[0] == pulled[1]
 
 
 @pytest.mark.parametrize(("panel", "expression"), queries())
