@@ -13,6 +13,7 @@ from router.discovery.parse import check
 from router.member import Role
 from router.redis_address import RedisAddress, password_file, redis_url
 from router.statement import EngineStatement, without_user
+from router.tracing import collector_url
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -86,7 +87,7 @@ class RouterConfig(BaseModel):
     """Answer GET /admin/status, which names engines and what they can do."""
     explain: bool = True
     """Answer X-Backhaul-Explain: 1. The headers name engines, and tell whether a prompt was in a cache."""
-    trace_endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+/.+$")] | None = None
+    trace_endpoint: Annotated[str, AfterValidator(collector_url)] | None = None
     """Where traces of turns go: the URL of an OpenTelemetry collector for OTLP over HTTP, such as
     http://collector:4318/v1/traces. Wants the extra `tracing`. Default: turns are not traced."""
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 1.0

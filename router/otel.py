@@ -165,13 +165,18 @@ class _Exporter(SpanExporter):
 
     def __init__(self, endpoint: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)
+        self._reason = _Reason()
         self._is_failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._reason.first = None
         result = self._exporter.export(spans)
         failing = result is not SpanExportResult.SUCCESS
         if failing and not self._is_failing:
-            log.warning("traces are not taken, and lost: turns go on. Check --trace-endpoint and the collector.")
+            log.warning(
+                "traces are not taken, and lost: turns go on. Check --trace-endpoint and the collector.",
+                extra={"reason": self._reason.first},
+            )
         elif self._is_failing and not failing:
             log.info("traces are taken again")
         self._is_failing = failing
@@ -181,9 +186,22 @@ class _Exporter(SpanExporter):
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
+class _Reason(logging.Handler):
+    """Keeps the first that OpenTelemetry's exporters have to say of a batch: later it is only that trying has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first: str | None = None
+        logger = logging.getLogger("opentelemetry.exporter")
+        logger.propagate = False
+        logger.handlers = [self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.first = self.first or record.getMessage()[:400]
+
+
 def exporter_to(endpoint: str) -> SpanProcessor:
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # it says the same for every batch, and every try
+    logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.CRITICAL)
     return BatchSpanProcessor(_Exporter(endpoint))
 
 

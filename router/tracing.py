@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from router.report import Report
 
@@ -16,6 +17,14 @@ class Tracing(Protocol):
     async def close(self) -> None:
         """Send what is not sent yet, for a short time."""
         ...
+
+
+def collector_url(text: str) -> str:
+    """Raises ValueError for what cannot be where a collector takes traces."""
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or not url.path.strip("/"):
+        raise ValueError(f"{text[:100]!r} is not the URL of a collector, such as http://collector:4318/v1/traces")
+    return text
 
 
 def check_tracing() -> None:
