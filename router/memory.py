@@ -126,9 +126,12 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     ttl = router.config.conversation_ttl
     if offer is not None and offer.remote_blocks_ttl is not None:
         ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
+    last = turn.past.claimed
+    # Of a turn without a prefill leg, the engine whose cache knows all but what was new.
+    prefill = report.prefill or (last.record.prefill if last else None)
     record = Record(
         turn=report.turn,
-        prefill=report.prefill,
+        prefill=prefill,
         decode=report.decode,
         deadline=time.time() + ttl,
         token_ids=prompt + array(ID_TYPE, output),

@@ -294,6 +294,22 @@ async def test_short_suffix_is_left_to_the_decode_engine(p: StubEngine, d: StubE
         assert (answer.explain["reason"], answer.explain["kv"]) == ("affinity", "offered")
 
 
+async def test_prefill_engine_that_knows_most_is_remembered_over_turns_without_one(
+    p: StubEngine, d: StubEngine, redis_url: str
+) -> None:
+    async with (
+        StubEngine("prefill", tokenizes=True).running() as p2,
+        after_first_turn(p, d, redis_url, prefill=[p, p2], decode_only_tokens=8) as front,
+    ):
+        pool = front.router.pool
+        first = pool.get("prefill", p2.url if p2.seen else p.url)
+        await front.post(chat(TURN_2))
+        third = [*TURN_2, ANSWER, user("now a rather longer question than the ones before it was")]
+        with pool.expecting(first):  # by the load alone it would be the other's turn
+            answer = await front.post(chat(third), headers=EXPLAIN)
+        assert (answer.explain["turn"], answer.explain["prefill"]) == (3, first.url)
+
+
 async def test_decode_engine_that_has_lost_the_blocks_says_so(p: StubEngine, d: StubEngine, redis_url: str) -> None:
     async def missing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         error = {"message": "not in the prefix cache", "code": "prefix_cache_miss"}
