@@ -1,8 +1,11 @@
 // Attention over the paged KV cache: storing, gathering, and decoding one token per sequence.
 //
 // A is the type of activations, C that of the cache. Arithmetic is float32 throughout.
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -19,7 +22,6 @@ struct Cache {
 namespace {
 
 constexpr int PART = 256;  // tokens of context per task: a long context is shared out over the threads
-constexpr int TILE = 64;   // tokens whose scores are kept at a time
 constexpr int GROUP = 3;   // query heads handled together, each key and value being loaded once for all of them
 
 struct Strides {
@@ -75,52 +77,17 @@ void gather(const Cache& cache, int64_t layer, const int32_t* blocks, int64_t co
 
 // What a part of a context contributes to one query head: softmax numerator, its maximum exponent, its denominator.
 struct Partial {
-    float *max, *denominator, *values;
-    Partial(float* at, int64_t row, int64_t dim) : max(at + row * (dim + 2)), denominator(max + 1), values(max + 2) {}
+    float *values, *max, *denominator;
+    Partial(float* at, int64_t row, int64_t dim)
+        : values(at + row * (dim + LANES)), max(values + dim), denominator(max + 1) {}
 };
 
-// Scores of N heads for four keys: twelve sums at most, so that they stay in registers. scores: rows of TILE.
-template <int N, typename C>
-void score_four(const float* q, const C* keys, int64_t dim, float* scores) {
-    vec dots[N][4] = {};
-    for (int64_t d = 0; d < dim; d += LANES) {
-        vec queries[N];
-        for (int g = 0; g < N; g++) queries[g] = load(q + g * dim + d);
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; t++) {
-            const vec k = load(keys + t * dim + d);
-            for (int g = 0; g < N; g++) dots[g][t] += queries[g] * k;
-        }
-    }
-    for (int g = 0; g < N; g++) {
-        const quad four = sums(dots[g][0], dots[g][1], dots[g][2], dots[g][3]);
-        std::memcpy(scores + g * TILE, &four, sizeof(four));
-    }
-}
-
-// Add the weighted values of `count` tokens to PIECES vectors of N heads.
-template <int N, int PIECES, typename C>
-void add_values(const C* values, int count, int64_t dim, const float (*weights)[TILE], const float* kept, float* partials,
-                int64_t d) {
-    vec totals[N][PIECES];
-    for (int g = 0; g < N; g++)
-        for (int i = 0; i < PIECES; i++) totals[g][i] = load(Partial(partials, g, dim).values + d + i * LANES) * kept[g];
-    for (int t = 0; t < count; t++) {
-        vec v[PIECES];
-        for (int i = 0; i < PIECES; i++) v[i] = in_register(load(values + t * dim + d + i * LANES));
-        for (int g = 0; g < N; g++)
-            for (int i = 0; i < PIECES; i++) totals[g][i] += weights[g][t] * v[i];
-    }
-    for (int g = 0; g < N; g++)
-        for (int i = 0; i < PIECES; i++) store(Partial(partials, g, dim).values + d + i * LANES, totals[g][i]);
-}
-
-// The keys of one tile and its values; `next_keys` and `next_values` are fetched meanwhile. Blocks lie far apart, so the
-// processor does not guess the next one by itself.
+// Keys or values that lie side by side, `count` from the `first` of a part on. Those of `next` are fetched meanwhile:
+// blocks lie far apart, so the processor does not guess the next one by itself.
 template <typename C>
-struct Tile {
-    const C *keys, *values, *next_keys, *next_values;
-    int count;
+struct Run {
+    const C *data, *next;
+    int first, count;
 };
 
 template <typename C>
@@ -128,50 +95,90 @@ void prefetch(const C* from, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Add a tile's tokens to the partials of N query heads that share a key head.
+// Scores of N heads for a run of keys, as rows of PART: for four keys at a time, twelve sums at most, so that they stay
+// in registers.
 template <int N, typename C>
-void attend(const float* q, const Tile<C>& tile, int64_t dim, float* partials) {
-    const C *keys = tile.keys, *values = tile.values;
-    const int count = tile.count;
-    alignas(64) float scores[N][TILE];
+void score(const float* q, const Run<C>& keys, int64_t dim, float* scores) {
     int done = 0;
-    for (; done + 4 <= count; done += 4) {
-        prefetch(tile.next_keys + done * dim, 4 * dim);
-        prefetch(tile.next_values + done * dim, 4 * dim);
-        score_four<N>(q, keys + done * dim, dim, &scores[0][done]);
+    for (; done + 4 <= keys.count; done += 4) {
+        prefetch(keys.next + done * dim, 4 * dim);
+        vec dots[N][4] = {};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec queries[N];
+            for (int g = 0; g < N; g++) queries[g] = load(q + g * dim + d);
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; t++) {
+                const vec k = load(keys.data + (done + t) * dim + d);
+                for (int g = 0; g < N; g++) dots[g][t] += queries[g] * k;
+            }
+        }
+        for (int g = 0; g < N; g++) {
+            const quad four = sums(dots[g][0], dots[g][1], dots[g][2], dots[g][3]);
+            std::memcpy(scores + g * PART + keys.first + done, &four, sizeof(four));
+        }
     }
-    for (; done < count; done++)
+    for (; done < keys.count; done++)
         for (int g = 0; g < N; g++) {
             vec dot{};
-            for (int64_t d = 0; d < dim; d += LANES) dot += load(q + g * dim + d) * load(keys + done * dim + d);
-            scores[g][done] = sum(dot);
+            for (int64_t d = 0; d < dim; d += LANES) dot += load(q + g * dim + d) * load(keys.data + done * dim + d);
+            scores[g * PART + keys.first + done] = sum(dot);
         }
-    float kept[N];  // factor on what was added before, under the old maximum
-    for (int g = 0; g < N; g++) {
-        const Partial partial(partials, g, dim);
-        const float top = std::max(*partial.max, *std::max_element(scores[g], scores[g] + count));
-        for (int t = count; t % LANES; t++) scores[g][t] = -INFINITY;
-        vec total{};
-        for (int t = 0; t < count; t += LANES) {
-            const vec weight = exp(load(scores[g] + t) - top);
-            store(scores[g] + t, weight);
-            total += weight;
-        }
-        kept[g] = std::exp(*partial.max - top);
-        *partial.max = top;
-        *partial.denominator = *partial.denominator * kept[g] + sum(total);
-    }
-    int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<N, 4>(values, count, dim, scores, kept, partials, d);
-    for (; d < dim; d += LANES) add_values<N, 1>(values, count, dim, scores, kept, partials, d);
 }
 
-template <typename C>
-void attend_group(int n, const float* q, const Tile<C>& tile, int64_t dim, float* partials) {
-    switch (n) {
-        case 1: return attend<1>(q, tile, dim, partials);
-        case 2: return attend<2>(q, tile, dim, partials);
-        default: return attend<GROUP>(q, tile, dim, partials);
+// A part's scores to weights, of which `partial` notes the maximum exponent and the sum.
+void to_weights(float* scores, int count, const Partial& partial) {
+    for (int t = count; t % LANES; t++) scores[t] = -INFINITY;
+    vec tops = load(scores), total{};
+    for (int t = LANES; t < count; t += LANES) {
+        const vec next = load(scores + t);
+        tops = next > tops ? next : tops;
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; i++) top = std::max(top, tops[i]);
+    for (int t = 0; t < count; t += LANES) {
+        const vec weight = exp(load(scores + t) - top);
+        store(scores + t, weight);
+        total += weight;
+    }
+    *partial.max = top;
+    *partial.denominator = sum(total);
+}
+
+// Add a run's weighted values to PIECES vectors of N heads.
+template <int N, int PIECES, typename C>
+void add_values(const Run<C>& values, int64_t dim, const float* weights, float* partials, int64_t d) {
+    vec totals[N][PIECES];
+    for (int g = 0; g < N; g++)
+        for (int i = 0; i < PIECES; i++) totals[g][i] = load(Partial(partials, g, dim).values + d + i * LANES);
+    for (int t = 0; t < values.count; t++) {
+        prefetch(values.next + t * dim + d, PIECES * LANES);
+        vec v[PIECES];
+        for (int i = 0; i < PIECES; i++) v[i] = in_register(load(values.data + t * dim + d + i * LANES));
+        for (int g = 0; g < N; g++)
+            for (int i = 0; i < PIECES; i++) totals[g][i] += weights[g * PART + values.first + t] * v[i];
+    }
+    for (int g = 0; g < N; g++)
+        for (int i = 0; i < PIECES; i++) store(Partial(partials, g, dim).values + d + i * LANES, totals[g][i]);
+}
+
+template <int N, typename C>
+void add_values(const Run<C>& values, int64_t dim, const float* weights, float* partials) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<N, 4>(values, dim, weights, partials, d);
+    for (; d < dim; d += LANES) add_values<N, 1>(values, dim, weights, partials, d);
+}
+
+// use(N, g) for N heads from the g-th on, until all have been used: 4 heads are 2 + 2, not 3 + 1.
+template <typename Use>
+void each_group(int64_t heads, Use use) {
+    for (int64_t g = 0, pieces = (heads + GROUP - 1) / GROUP; pieces > 0; pieces--) {
+        const int64_t n = (heads - g + pieces - 1) / pieces;
+        switch (n) {
+            case 1: use(std::integral_constant<int, 1>{}, g); break;
+            case 2: use(std::integral_constant<int, 2>{}, g); break;
+            default: use(std::integral_constant<int, GROUP>{}, g);
+        }
+        g += n;
     }
 }
 
@@ -183,23 +190,23 @@ void decode(const Cache& cache, int64_t layer, const A* qkv, int64_t sequences, 
     };
     static thread_local std::vector<Task> tasks;
     static thread_local std::vector<int64_t> first_task;
-    static thread_local std::vector<float> scratch;
+    static thread_local std::vector<vec> scratch;
 
     const Strides strides(cache);
     const int64_t dim = cache.head_dim, size = cache.block_size, kv_heads = cache.kv_heads, group = heads / kv_heads;
-    const int64_t part = std::max<int64_t>(1, PART / size) * size, row = dim + 2;
+    const int64_t row = dim + LANES, own = group * (dim + PART);  // of a head of a task; of a thread
     const float scale = 1.0f / std::sqrt(float(dim));
     tasks.clear();
     first_task.clear();
     for (int64_t s = 0; s < sequences; s++) {
         first_task.push_back(int64_t(tasks.size()));
-        for (int64_t start = 0; start < context_lens[s]; start += part)
-            tasks.push_back({s, start, std::min<int64_t>(start + part, context_lens[s])});
+        for (int64_t start = 0; start < context_lens[s]; start += PART)
+            tasks.push_back({s, start, std::min<int64_t>(start + PART, context_lens[s])});
     }
     first_task.push_back(int64_t(tasks.size()));
-    const size_t needed = tasks.size() * heads * (row + dim);
+    const size_t needed = (tasks.size() * heads * row + omp_get_max_threads() * own) / LANES;
     if (scratch.size() < needed) scratch.resize(needed);
-    float* const partials = scratch.data();
+    float* const partials = (float*)scratch.data();
     float* const queries = partials + tasks.size() * heads * row;
     const Task* const all_tasks = tasks.data();
     const int64_t* const firsts = first_task.data();
@@ -207,35 +214,41 @@ void decode(const Cache& cache, int64_t layer, const A* qkv, int64_t sequences, 
 
 #pragma omp parallel
     {
-#pragma omp for collapse(2) schedule(dynamic)
+        float* const q = queries + omp_get_thread_num() * own;
+        float* const scores = q + group * dim;
+// Static: each thread its part in order, which it has fetched while products were computed. See Ahead.
+#pragma omp for collapse(2) schedule(static)
         for (int64_t i = 0; i < num_tasks; i++)
             for (int64_t h = 0; h < kv_heads; h++) {
                 const Task task = all_tasks[i];
                 const A* from = qkv + task.sequence * (heads + 2 * kv_heads) * dim + h * group * dim;
-                float* q = queries + (i * heads + h * group) * dim;
                 float* mine = partials + (i * heads + h * group) * row;
                 for (int64_t d = 0; d < group * dim; d++) q[d] = widen(from[d]) * scale;
+                const int32_t* blocks = table + task.sequence * table_width;
+                const C* base = (const C*)cache.arena + layer * strides.layer + h * strides.head;
+                auto keys_at = [&](int64_t t) { return base + blocks[t / size] * strides.block + t % size * dim; };
+                // use(run) for all keys, `offset` 0, or all values; `last` is what to fetch while the last run is used.
+                auto each_run = [&](int64_t offset, const C* last, auto use) {
+                    for (int64_t t = task.start; t < task.stop;) {
+                        const int64_t end = std::min(t - t % size + size, task.stop);
+                        const C* next = end < task.stop ? keys_at(end) + offset : last;
+                        use(Run<C>{keys_at(t) + offset, next, int(t - task.start), int(end - t)});
+                        t = end;
+                    }
+                };
+                each_run(0, keys_at(task.start) + strides.value, [&](const Run<C>& keys) {
+                    each_group(group, [&](auto n, int64_t g) { score<n>(q + g * dim, keys, dim, scores + g * PART); });
+                });
                 for (int64_t g = 0; g < group; g++) {
                     const Partial partial(mine, g, dim);
-                    *partial.max = -INFINITY;
-                    std::fill(partial.denominator, partial.values + dim, 0.0f);
+                    to_weights(scores + g * PART, int(task.stop - task.start), partial);
+                    std::fill(partial.values, partial.values + dim, 0.0f);
                 }
-                const int32_t* blocks = table + task.sequence * table_width;
-                auto keys_at = [&](int64_t t) {
-                    return (const C*)cache.arena + blocks[t / size] * strides.block + layer * strides.layer +
-                           h * strides.head + t % size * dim;
-                };
-                for (int64_t t = task.start; t < task.stop;) {
-                    const int count = int(std::min<int64_t>({size - t % size, task.stop - t, TILE}));
-                    const C *keys = keys_at(t), *next = t + count < task.stop ? keys_at(t + count) : keys;
-                    const Tile<C> tile{keys, keys + strides.value, next, next + strides.value, count};
-                    for (int64_t g = 0, pieces = (group + GROUP - 1) / GROUP; pieces > 0; pieces--) {
-                        const int64_t n = (group - g + pieces - 1) / pieces;  // 4 heads are 2 + 2, not 3 + 1
-                        attend_group(int(n), q + g * dim, tile, dim, mine + g * row);
-                        g += n;
-                    }
-                    t += count;
-                }
+                each_run(strides.value, keys_at(task.start) + strides.value, [&](const Run<C>& values) {
+                    each_group(group, [&](auto n, int64_t g) {
+                        add_values<n>(values, dim, scores + g * PART, mine + g * row);
+                    });
+                });
             }
 #pragma omp for collapse(2)
         for (int64_t s = 0; s < sequences; s++)

@@ -36,6 +36,9 @@ class _DecoderStruct(ctypes.Structure):
         ("cache", c_void_p),
         ("rope_store", c_void_p),
         ("attend", c_void_p),
+        ("arena", c_void_p),
+        ("block_size", c_int64),
+        ("block_bytes", c_int64),
     )
 
 
@@ -49,7 +52,9 @@ class DecoderKernel:
             for name, product in products._asdict().items():
                 setattr(struct, name, _ProductStruct(*product.entry))
         heads, cache, rope_store, attend = attention.entry
-        self._struct = _DecoderStruct(ctypes.addressof(self._layers), len(layers), heads, cache, rope_store, attend)
+        self._struct = _DecoderStruct(
+            ctypes.addressof(self._layers), len(layers), heads, cache, rope_store, attend, *attention.blocks
+        )
         self._pointer = ctypes.addressof(self._struct)
         self._row = 2 * layers[0].qkv.columns + layers[0].gate_up.columns
         self._run = kernels.decode_layers

@@ -71,12 +71,12 @@ class Kernels:
             key: _LinearFunctions(
                 function(f"linear_packed_bytes_{suffix}", p, returns=i),
                 function(f"linear_pack_{suffix}", p, *[p] * num_parts, p),
-                function(f"linear_{suffix}", p, p, i, p, p),
+                function(f"linear_{suffix}", p, p, i, p, p, p),
             )
             for key, (suffix, num_parts) in _WEIGHTS.items()
         }
         self._integer_product = {
-            bits: function(f"linear_integer_{_WEIGHTS[bits][0]}", p, p, i, p, p) for bits in (4, 8)
+            bits: function(f"linear_integer_{_WEIGHTS[bits][0]}", p, p, i, p, p, p) for bits in (4, 8)
         }
         self.decode_layers = function("decode_layers", p, p, i, p, p, p, p, i, p, p)
         """See DecoderKernel."""
@@ -183,7 +183,7 @@ class PackedLinear:
         assert x.dtype == torch.float32
         assert x.shape[1] == self._features
         out = x.new_empty(x.shape[0], self._columns)
-        self._function(self._pointer, x.data_ptr(), x.shape[0], _address(residual), out.data_ptr())
+        self._function(self._pointer, x.data_ptr(), x.shape[0], _address(residual), out.data_ptr(), None)
         return out
 
 
@@ -222,6 +222,11 @@ class AttentionKernels:
         """The number of query heads, and addresses of the cache and of two functions, for a caller in C++."""
         rope_store, decode = _function_address(self._rope_store), _function_address(self._decode)
         return self._num_heads, self._pointer, rope_store, decode
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """The address of the cache, and tokens and bytes of each of its blocks."""
+        return self._cache.base_address, self._cache.layout.block_size, self._cache.layout.block_bytes
 
     def rope_store(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
         """Rotate q in place; store the rotated k, and v. cos, sin: [tokens, head_dim / 2]; slots: [tokens] int64."""

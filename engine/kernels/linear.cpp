@@ -63,7 +63,7 @@ void finish(const Linear& l, int64_t panel, const float* sums, const float* resi
 
 // F: the format of the weights; P: how products are computed.
 template <typename F, typename P>
-void linear(const Linear& l, const float* x, int64_t rows, const float* residual, float* out) {
+void linear(const Linear& l, const float* x, int64_t rows, const float* residual, float* out, const Ahead* wanted) {
     static thread_local std::unique_ptr<float[]> buffer;
     static thread_local int64_t buffer_size = 0;
     if (buffer_size < rows * P::words(l.features)) {
@@ -73,7 +73,7 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
     float* const a = buffer.get();
     const int64_t features = l.features, panels = panel_count(l);
     const Tiles tiles(rows);
-    const int64_t tiles_per_chunk = CHUNK / MAX_ROWS;
+    const int64_t tiles_per_chunk = CHUNK / MAX_ROWS, passes = (features + DEPTH - 1) / DEPTH;
 #pragma omp parallel
     {
 #pragma omp for
@@ -82,8 +82,11 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
             P::pack_rows(l, x + first * features, tiles.start(t + 1) - first, a + first * P::words(features));
         }
         alignas(64) float sums[CHUNK * WIDTH], wide[DEPTH * WIDTH];
+        const int threads = omp_get_num_threads();
+        Ahead::Part part = wanted ? wanted->part(omp_get_thread_num(), threads) : Ahead::Part{};
+        const int64_t share = part.left * threads / (panels * passes) + 1;
         // A few rows: long runs of neighbouring panels, so that what is fetched ahead is what comes next.
-        const int64_t grain = tiles.count > 4 ? 1 : std::max<int64_t>(1, panels / (2 * omp_get_num_threads()));
+        const int64_t grain = tiles.count > 4 ? 1 : std::max<int64_t>(1, panels / (2 * threads));
         for (int64_t chunk = 0; chunk < tiles.count; chunk += tiles_per_chunk) {
             const int64_t end = std::min(chunk + tiles_per_chunk, tiles.count), count = end - chunk;
             const int64_t first = tiles.start(chunk), last = tiles.start(end);
@@ -97,6 +100,7 @@ void linear(const Linear& l, const float* x, int64_t rows, const float* residual
                 for (int64_t k = 0; k < features; k += DEPTH) {
                     const int depth = int(std::min<int64_t>(DEPTH, features - k));
                     const char *piece = weights + F::bytes(k), *next = piece + F::bytes(DEPTH);
+                    part.fetch(share);
                     auto run_tiles = [&](auto weights_as, const char* from) {
                         for (int64_t t = chunk; t < end; t++) {
                             const int64_t row = tiles.start(t), n = tiles.start(t + 1) - row;
@@ -170,11 +174,13 @@ void pack_blocks(const Linear& l, const float* scales, const float* offsets, con
 }  // namespace
 
 // packed_bytes: of the weights in `packed`, the padding of the last panel included.
-// linear: x is [rows, features]; residual [rows, columns] or null, added to the result; out [rows, columns].
+// linear: x is [rows, features]; residual [rows, columns] or null, added to the result; out [rows, columns];
+// wanted: or null.
 #define EXPORT(SUFFIX, FORMAT)                                                                                         \
     int64_t linear_packed_bytes_##SUFFIX(const Linear* l) { return panel_count(*l) * FORMAT::bytes(l->features); }     \
-    void linear_##SUFFIX(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {           \
-        linear<FORMAT, FloatProduct<FORMAT>>(*l, x, rows, residual, out);                                                                    \
+    void linear_##SUFFIX(const Linear* l, const float* x, int64_t rows, const float* residual, float* out,             \
+                         const Ahead* wanted) {                                                                        \
+        linear<FORMAT, FloatProduct<FORMAT>>(*l, x, rows, residual, out, wanted);                                      \
     }
 
 extern "C" {
@@ -186,11 +192,13 @@ EXPORT(bf16, Plain<bf16>)
 EXPORT(q4, Blocks<4>)
 EXPORT(q8, Blocks<8>)
 
-void linear_integer_q4(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
-    linear<Blocks<4>, IntegerProduct<4>>(*l, x, rows, residual, out);
+void linear_integer_q4(const Linear* l, const float* x, int64_t rows, const float* residual, float* out,
+                        const Ahead* wanted) {
+    linear<Blocks<4>, IntegerProduct<4>>(*l, x, rows, residual, out, wanted);
 }
-void linear_integer_q8(const Linear* l, const float* x, int64_t rows, const float* residual, float* out) {
-    linear<Blocks<8>, IntegerProduct<8>>(*l, x, rows, residual, out);
+void linear_integer_q8(const Linear* l, const float* x, int64_t rows, const float* residual, float* out,
+                        const Ahead* wanted) {
+    linear<Blocks<8>, IntegerProduct<8>>(*l, x, rows, residual, out, wanted);
 }
 
 void linear_pack_f32(const Linear* l, const float* weight, float* packed) { pack(*l, weight, packed); }
