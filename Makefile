@@ -67,8 +67,10 @@ lock: install ## Write the exact versions and hashes that images are made of
 run: install model ## Start everything with the small model, until Ctrl-C
 	@$(BIN)/backhaul up $(UP_FLAGS)
 
+# Of the hundreds of processes that tests start, one compiles what the others load.
 test: install model clients ## Run all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(PYTEST_FLAGS)
 
 soak: install ## Ask random histories of real engines for SOAK_SECONDS (600): every answer must be a cold engine's
 	@$(BIN)/python -m tests.property.soak --seconds $(SOAK_SECONDS) $(SOAK_FLAGS)
@@ -104,6 +106,7 @@ bench: install model ## Measure engine and turns on this machine (a quiet one, p
 	$(BIN)/python -m bench.turn --prefill 2 --decode 2 --turns 5 --history 1000
 	$(BIN)/python -m bench.hostages
 	$(BIN)/python -m bench.idle
+	$(BIN)/python -m bench.scale
 	$(BIN)/python -m bench.router
 
 clean: ## Remove the virtual environment and everything built

@@ -82,6 +82,7 @@ def _router(argv: Sequence[str]) -> int:
 
 
 def _engine(argv: Sequence[str]) -> int:
+    gc.disable()  # until all is imported: what that makes stays
     from engine.config import EngineConfig
 
     config = _load(EngineConfig, "engine", argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -58,6 +59,8 @@ def run_engine(config: EngineConfig) -> int:
         # Only now: torch takes seconds to import, which a taken port should not cost, and health checks are answered.
         from engine.assemble import assemble
 
+        gc.freeze()  # what importing has made stays
+        gc.enable()
         engine = assemble(config, server, port, on_failure=lambda reason: server.call(lambda: worker.fail(reason)))
         server.spawn(drain_when_told(worker, engine.serving))
         signals.first = lambda: server.call(worker.leaving.set)

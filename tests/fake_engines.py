@@ -122,8 +122,8 @@ class FakeEngine:
         self.settle()
         self.scheduler.update_leases(self.clock())
         batch = self.scheduler.schedule()
-        self.check()
         if batch is not None:
+            self.check()
             sampled = self.runner.run(batch)
             if during is not None:
                 during()

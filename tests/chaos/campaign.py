@@ -58,7 +58,7 @@ async def campaign(fleet: Fleet, reference: Reference, plan: Plan, results: Resu
         doors = [await open_door(stack, router.url, router) for router in fleet.routers]
         crowd = Crowd(doors, reference, results, plan.seed, injector.lived, lambda a, b: _told(injector, a, b))
         await _load(crowd, plan.clients, plan.warm_up)
-        before = await quiet(fleet, results)
+        before = await _holdings(fleet)
         for number in range(plan.rounds):
             # In the first of the two rounds that a process lives through it warms up; in the second it must not grow.
             spared = [part for part in fleet.parts if part.name.endswith(str(number // 2 % 2))]
@@ -72,7 +72,8 @@ async def campaign(fleet: Fleet, reference: Reference, plan: Plan, results: Resu
                 await asyncio.sleep(CALM_SECONDS)
                 stop_load.set()
                 await load
-            after = await quiet(fleet, results)
+            await let_go(fleet, results)
+            after = await _holdings(fleet)
             _compare(before, after, number, results)
             before = after
             print(results.text(), flush=True)
@@ -99,7 +100,13 @@ Samples = dict[str, tuple[int, Holding]]
 """By part: which process of it, and what that holds."""
 
 
-async def quiet(fleet: Fleet, results: Results) -> Samples:
+async def _holdings(fleet: Fleet) -> Samples:
+    """Where nobody asks any more."""
+    await asyncio.sleep(IDLE_SECONDS)
+    return {part.name: (part.generation, await part.holding()) for part in fleet.parts}
+
+
+async def let_go(fleet: Fleet, results: Results) -> None:
     """Wait until nothing runs and nothing is held any more; what does not end is a result."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (left := await _left_over(fleet)) and time.monotonic() < deadline:  # noqa: ASYNC110 (it ends elsewhere)
@@ -107,8 +114,6 @@ async def quiet(fleet: Fleet, results: Results) -> Samples:
     for goal, name, found in left:
         results.tally[goal] += 1
         results.problems.append(f"{goal}: {name}: {found}")
-    await asyncio.sleep(IDLE_SECONDS)
-    return {part.name: (part.generation, await part.holding()) for part in fleet.parts}
 
 
 async def _left_over(fleet: Fleet) -> list[tuple[str, str, str]]:

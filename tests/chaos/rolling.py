@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from tests.chaos.campaign import check_logs, quiet, write
+from tests.chaos.campaign import check_logs, let_go, write
 from tests.chaos.crowd import Crowd, open_door
 from tests.chaos.fleet import Fleet, fleet
 from tests.chaos.haproxy import haproxy
+from tests.chaos.parts import Part
 from tests.chaos.results import Results
 from tests.property.reference import Reference
 from tests.property.talker import make_talker
@@ -30,7 +31,7 @@ BETWEEN_SECONDS = 1.0
 
 
 async def rolling(fleet: Fleet, reference: Reference, results: Results, *, clients: int, times: int = 1) -> None:
-    """All engines, then all routers, one after the other; and again."""
+    """All engines, one after the other in each pool, then all routers; and again."""
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         balancer = haproxy(fleet.folder, fleet.routers)
@@ -45,12 +46,20 @@ async def rolling(fleet: Fleet, reference: Reference, results: Results, *, clien
                 await _restart_all(fleet, results)
             stop.set()
             await load
-        await quiet(fleet, results)
+        await let_go(fleet, results)
     check_logs(fleet, results)
 
 
 async def _restart_all(fleet: Fleet, results: Results) -> None:
-    for part in [*fleet.engines, *fleet.routers]:
+    """The pools of engines at the same time, as those who deploy a new version of both do."""
+    async with asyncio.TaskGroup() as group:
+        for pool in (fleet.group("prefill"), fleet.group("decode")):
+            group.create_task(_restart_in_turn(pool, fleet, results))
+    await _restart_in_turn(fleet.routers, fleet, results)
+
+
+async def _restart_in_turn(parts: list[Part], fleet: Fleet, results: Results) -> None:
+    for part in parts:
         begin = time.monotonic()
         fleet.out[part.name] = "restart"
         code = await part.stop()

@@ -127,9 +127,10 @@ class Reference:
 
     def __init__(self, gguf: Path, dtype: torch.dtype) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        from transformers.initialization import no_init_weights
 
-        self.tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         config = LlamaConfig(
             hidden_size=576,
             intermediate_size=1536,
@@ -143,23 +144,13 @@ class Reference:
             vocab_size=49152,
             tie_word_embeddings=True,
         )
-        model = LlamaForCausalLM(config)
+        with no_init_weights():  # which takes longer than what it is overwritten with
+            model = LlamaForCausalLM(config)
+        model.tie_weights()
         missing = model.load_state_dict(read_weights(gguf), strict=False)
         assert missing.unexpected_keys == []
         assert missing.missing_keys in ([], ["lm_head.weight"])
         self.model = model.to(dtype).eval()
-
-    @torch.inference_mode()
-    def greedy(self, prompt_ids: list[int], max_tokens: int) -> list[int]:
-        """The tokens a cold model answers under greedy decoding, the end-of-sequence token included."""
-        stop = [self.tokenizer.convert_tokens_to_ids(name) for name in END_TOKENS]
-        answer: list[int] = []
-        inputs, cache = torch.tensor([prompt_ids]), None
-        while len(answer) < max_tokens and not (answer and answer[-1] in stop):
-            output = self.model(inputs, cache=cache, use_cache=True, logits_to_keep=1)
-            cache, inputs = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
-            answer.append(int(inputs))
-        return answer
 
     @torch.inference_mode()
     def likeliest(self, prompt_ids: list[int], answer: list[int]) -> list[int]:
@@ -167,6 +158,11 @@ class Reference:
         over all of it. By induction, an answer that equals this is the one of greedy decoding."""
         logits = self.model(torch.tensor([prompt_ids + answer[:-1]]), logits_to_keep=len(answer)).logits
         return [int(token) for token in logits[0].argmax(-1)]
+
+    def ends_rightly(self, answer: list[int], max_tokens: int) -> bool:
+        """Whether its first end-of-sequence token is its last one, or it has none and all the tokens it may have."""
+        ends = [self.tokenizer.convert_tokens_to_ids(name) for name in END_TOKENS]
+        return len(answer) == next((n for n, token in enumerate(answer, 1) if token in ends), max_tokens)
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

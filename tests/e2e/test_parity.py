@@ -78,11 +78,12 @@ def test_chat_over_turns_equals_transformers(seed: int, stack: Stack, reference:
         messages.append({"role": "user", "content": f"Say something about: {words}."})
         answer = post(
             f"{stack.base_url}/chat/completions",
-            {"model": stack.model, "messages": messages, "max_tokens": 24, "temperature": 0},
+            {"model": stack.model, "messages": messages, "max_tokens": 24, "temperature": 0, "return_token_ids": True},
         )
         prompt = reference.chat_ids(messages)
-        expected = reference.greedy(prompt, 24)
-        text = answer["choices"][0]["message"]["content"]
+        token_ids, text = answer["choices"][0]["token_ids"], answer["choices"][0]["message"]["content"]
         assert answer["usage"]["prompt_tokens"] == len(prompt)
-        assert text == reference.decode(expected)
+        assert token_ids == reference.likeliest(prompt, token_ids)
+        assert reference.ends_rightly(token_ids, 24)
+        assert text == reference.decode(token_ids)
         messages.append({"role": "assistant", "content": text})

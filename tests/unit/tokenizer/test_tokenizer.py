@@ -63,7 +63,7 @@ def known_bytes(real: Tokenizer) -> set[int]:
 
 @pytest.fixture(scope="module")
 def reference(smollm2_path: Path) -> transformers.PreTrainedTokenizerFast:
-    return transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
 
 
 @pytest.mark.model
