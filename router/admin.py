@@ -9,7 +9,7 @@ from aiohttp import web
 from connectors.wire.openai import APIError, bad_request
 from router import drains, jsontext
 from router.body import read_object
-from router.context import ROUTER
+from router.context import Request, Router
 from router.metrics import CONTENT_TYPE
 from router.siblings import METRICS
 from router.status import models_of, status_of
@@ -20,14 +20,13 @@ MAX_BODY_BYTES: Final = 64 << 10
 NOT_STORED: Final = {"Cache-Control": "no-store"}
 
 
-async def health(_: web.Request) -> web.Response:
+async def health(_: Router, __: Request) -> web.Response:
     """The process lives. Says nothing about engines or Redis, so that their faults never restart the router."""
     return web.json_response({"status": "ok"})
 
 
-async def ready(request: web.Request) -> web.Response:
+async def ready(router: Router, _: Request) -> web.Response:
     """Whether new requests should come here, and why not."""
-    router = request.app[ROUTER]
     body = {
         "ready": router.ready,
         "draining": router.draining,
@@ -39,34 +38,33 @@ async def ready(request: web.Request) -> web.Response:
     return web.json_response(body, status=200 if router.ready else 503)
 
 
-async def metrics(request: web.Request) -> web.Response:
+async def metrics(router: Router, _: Request) -> web.Response:
     """Of all processes of this router."""
-    [text] = await request.app[ROUTER].siblings.gather(METRICS)
+    [text] = await router.siblings.gather(METRICS)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
-async def status(request: web.Request) -> web.Response:
+async def status(router: Router, _: Request) -> web.Response:
     """The engines, what they can do and how that is known, and what turns do without. Holds no secret and nothing of
     any conversation, but names engines: not for clients."""
-    return await _status(request, recent=False)
+    return await _status(router, recent=False)
 
 
-async def operators_status(request: web.Request) -> web.Response:
+async def operators_status(router: Router, _: Request) -> web.Response:
     """The same, with what turns did of late."""
-    return await _status(request, recent=True)
+    return await _status(router, recent=True)
 
 
-async def _status(request: web.Request, *, recent: bool) -> web.Response:
-    told = await status_of(request.app[ROUTER], recent=recent)
+async def _status(router: Router, *, recent: bool) -> web.Response:
+    told = await status_of(router, recent=recent)
     return web.Response(body=jsontext.dumps(told), content_type="application/json", headers=NOT_STORED)
 
 
-async def drain(request: web.Request) -> web.Response:
+async def drain(router: Router, request: Request) -> web.Response:
     """Have an engine drained, or take that back: `{"engine": URL, "role": ROLE, "drain": true}`.
 
     It gets no new turns, finishes what it has, and its blocks may still be read; until this router ends, or is told
     otherwise."""
-    router = request.app[ROUTER]
     body = await read_object(request, MAX_BODY_BYTES)
     url, role, on = body.get("engine"), body.get("role"), body.get("drain", True)
     if not isinstance(url, str):

@@ -51,6 +51,13 @@ class Gate:
         assert self.per_engine is not None
         return max(1, self.per_engine * sum(engine.ready for engine in self._engines()))
 
+    def enter_freely(self) -> bool:
+        """Where there is no limit: come in, as by `enter`."""
+        if self.per_engine is not None:
+            return False
+        self.num_inside += 1
+        return True
+
     async def enter(self, priority: int, due: float) -> bool:
         """Wait for room until `due` (event loop time), and whether that was necessary; `leave` when done. Of those that
         wait the lowest priority goes first, then who came first. Raises APIError: 503 if too many wait, or it took too
@@ -83,7 +90,8 @@ class Gate:
 
     def leave(self) -> None:
         self.num_inside -= 1
-        self.let_in()
+        if self._waiting:
+            self.let_in()
 
     def let_in(self) -> None:
         """As many as there is room for; also to be called when an engine has become ready."""

@@ -197,7 +197,8 @@ class ChoicesAnswer:
 
     def take(self, body: dict[str, Any]) -> bool:
         seen, wishes = self.seen, self.seen.wishes
-        self._only_usage = body.get("choices") == [] and bool(body.get("usage"))
+        choices, usage = body.get("choices"), body.get("usage")
+        self._only_usage = choices == [] and bool(usage)
         changed = seen.take_params(body)
         if "num_cached_tokens" in body:  # ours, beside ids that a client may ask for as well
             cached = body.pop("num_cached_tokens")
@@ -205,18 +206,18 @@ class ChoicesAnswer:
                 seen.num_cached_tokens = cached
             changed = True
         changed |= self._take_ids(body, 0)
-        for choice in _dicts(body.get("choices")):
+        self._read_on()
+        for choice in _dicts(choices):
             index = choice.get("index") or 0
             changed |= self._take_ids(choice, index)
             if index == 0 and choice.get("finish_reason") not in _NOT_FINISHED:
                 seen.finished = True
                 seen.stop_reason = choice.get("stop_reason")
-        if self.keeps_message:
-            self._read_on()
-            self._see_message(body)
+            if self.keeps_message and not index:
+                self._see_message(choice)
         if error := body.get("error"):
             seen.error = error if isinstance(error, dict) else {"message": str(error)}
-        seen.see_usage(body.get("usage"))
+        seen.see_usage(usage)
         if wishes.usage or "usage" not in body:
             return changed
         del body["usage"]
@@ -251,22 +252,24 @@ class ChoicesAnswer:
             for body in _objects([event.data for event in events if event.data is not None]):
                 if (text := _only_text(body)) is not None:
                     self._text.append(text)
-                else:
-                    self._see_message(body)
+                    continue
+                for choice in _dicts(body.get("choices")):
+                    if not choice.get("index"):
+                        self._see_message(choice)
             self._unread = []
             self._num_unread = 0
 
-    def _see_message(self, body: Mapping[str, Any]) -> None:
-        for choice in _dicts(body.get("choices")):
-            said = choice.get("message") or choice.get("delta") or choice
-            if choice.get("index") or not isinstance(said, dict):
-                continue
-            if isinstance(text := said.get("content"), str):
-                self._text.append(text)
-            if isinstance(text := said.get("text"), str):
-                self._text.append(text)
-            if calls := said.get("tool_calls"):
-                self._see_calls(calls)
+    def _see_message(self, choice: Mapping[str, Any]) -> None:
+        """What a first choice says."""
+        said = choice.get("message") or choice.get("delta") or choice
+        if not isinstance(said, dict):
+            return
+        if isinstance(text := said.get("content"), str):
+            self._text.append(text)
+        if isinstance(text := said.get("text"), str):
+            self._text.append(text)
+        if calls := said.get("tool_calls"):
+            self._see_calls(calls)
 
     def _see_calls(self, calls: object) -> None:
         for position, call in enumerate(_dicts(calls)):

@@ -15,7 +15,7 @@ BODY_SECONDS: Final = 300.0
 _EITHER_HEADER: Final = 32 + zlib.MAX_WBITS  # gzip or zlib, told by its first bytes
 
 
-async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
+async def read_object(request: web.BaseRequest, limit: int) -> dict[str, Any]:
     """The JSON object of a request. Raises APIError; 413 beyond `limit` bytes."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding not in ("identity", "gzip", "deflate"):
@@ -43,7 +43,7 @@ async def read_object(request: web.Request, limit: int) -> dict[str, Any]:
     return body
 
 
-async def _read(request: web.Request, limit: int) -> bytearray | bytes:
+async def _read(request: web.BaseRequest, limit: int) -> bytearray | bytes:
     """The body as sent. Not `request.read()`, which keeps a copy until the request is answered."""
     if (request.content_length or 0) > limit:
         raise _too_large(limit)

@@ -138,6 +138,14 @@ def _of_blocks(p: Capabilities, d: Capabilities) -> Mismatch | None:
     return "cache_dtype" if _differ(p.cache_dtype, d.cache_dtype) else None
 
 
+Traits = tuple[Kind | None, str | None, int | None, str | None, str | None, bool | None]
+
+
+def traits(known: Capabilities) -> Traits:
+    """What decides who exchanges KV with whom, and who serves what: engines with the same are alike to a plan."""
+    return (known.kind, known.version, known.block_size, known.cache_dtype, known.kv_layout, known.scale_out)
+
+
 def _differ(one: int | str | None, other: int | str | None) -> bool:
     return one is not None and other is not None and one != other
 

@@ -2,86 +2,54 @@
 
 Without anything known it is the less busy of two drawn at random, which keeps several routers from all choosing the
 same one on figures that are a moment old (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
-Prompts that begin alike go to the same engines by rendezvous hashing (Thaler and Ravishankar, "Using Name-Based
-Mappings to Increase Hit Rates", 1998): when an engine comes or goes, only what it gets or had is moved.
+Prompts that begin alike go to the same engine, the next one on a circle that has room (Mirrokni, Thorup and
+Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018); media, several in a turn, by rendezvous hashing (Thaler
+and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", 1998). Either way, when an engine comes or goes,
+only what it gets or had is moved.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from router.capabilities import Capabilities
-
-
-class Candidate(Protocol):
-    """An engine as a plan sees it."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def ready(self) -> bool:
-        """Whether it may be given a turn."""
-
-    @property
-    def spared(self) -> bool:
-        """Whether it is given one only if no other can be."""
-
-    @property
-    def readable(self) -> bool:
-        """Whether others may read its blocks."""
-
-    @property
-    def models(self) -> Container[str]:
-        """Those it listed last, also if it is down now."""
-
-    @property
-    def load(self) -> float:
-        """Requests it is working on, and what else keeps it busy."""
-
-    @property
-    def last(self) -> int:
-        """Grows each time it is given a request; evens out who gets the next one when all are idle."""
-
-    @property
-    def can(self) -> Capabilities: ...
-    @property
-    def pulls(self) -> bool:
-        """Whether it may be given blocks to pull."""
-
-    def has(self, engine_id: str | None) -> bool:
-        """Whether blocks under this id may still be its own."""
-
+from router.roster import Able, Candidate
 
 C = TypeVar("C", bound=Candidate)
 
 
-def choose(able: Sequence[C], last: str | None, slack: float, *, prefix: bytes | None, draw: random.Random) -> C:
+def choose(able: Able[C], last: str | None, *, slack: float, prefix: bytes | None, draw: random.Random) -> C:
     """One of `able`, which are one or more: the conversation's last one, else one by how the prompt begins, else the
-    less busy. Nobody gets a turn for what it knows while it has `slack` more to do than another. `prefix` is a digest.
+    less busy. Nobody gets a turn for what it knows while it has `slack` more to do than another, or is spared while
+    another is not. `prefix` is a digest.
     """
-    well = [one for one in able if not one.spared] or able
-    if len(well) == 1:
-        return well[0]
-    idle = idler(well, draw)
+    idle = idler(able, draw)
+    if last is None and prefix is None:
+        return idle
     most = idle.load + slack
+
+    def may_have_it(one: C) -> bool:
+        return one.load <= most and (idle.spared or not one.spared)
+
     if last is not None:
-        own = next((one for one in well if one.url == last), None)
-        if own is not None and own.load <= most:
-            return own
-    elif prefix is not None:
-        return by_hash([one for one in well if one.load <= most], prefix)
-    return idle
+        own = able.find(last)
+        return own if own is not None and may_have_it(own) else idle
+    assert prefix is not None
+    return next(filter(may_have_it, able.around(prefix)), idle)
 
 
-def by_hash(able: Sequence[C], digest: bytes) -> C:
+def by_hash(able: Iterable[C], digest: bytes) -> C:
     """Always the same one for the same digest, as long as it is among them."""
     return max(able, key=lambda one: blake2b(one.url.encode(), key=digest, digest_size=8).digest())
 
 
-def idler(able: Sequence[C], draw: random.Random) -> C:
-    """The less busy of two."""
-    two = able if len(able) <= 2 else draw.sample(able, 2)
-    return min(two, key=lambda one: (one.load, one.last))
+def idler(able: Able[C], draw: random.Random) -> C:
+    """The less busy of two that are not spared, if there are such."""
+    idle, *others = able.two(draw)
+    for other in others:
+        mine, its = idle.load, other.load
+        if its < mine or (its == mine and other.last < idle.last):
+            idle = other
+    return idle

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import chain
 from typing import Final, cast
 
 from httptools import HttpParserError, HttpResponseParser
@@ -79,13 +78,17 @@ class Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
+        self._due: float | None = None
+        """When it is to stop waiting."""
+        self._timer: asyncio.TimerHandle | None = None
         self._error: ClientError | None = None
         self._reused = False
         self._reusable = True
         self.has_begun = False
         """Whether anything of the answer has come."""
         self._ends_by_close = False
-        self._pairs: list[tuple[str, str]] = []
+        self._raw_headers: list[bytes] = []
+        """Names and values in turns."""
         self._num_buffered = 0
         self._num_barren = 0
         self._must_not_write = False
@@ -148,7 +151,8 @@ class Connection(asyncio.Protocol):
     def finish(self) -> bool:
         """Nobody wants more of the answer. Whether another request may follow; else the connection is closed."""
         if self.done and self._reusable and not self._must_not_write and not self._transport.is_closing():
-            self.take()
+            if self._parts:
+                self.take()
             return True
         self.close()
         return False
@@ -194,14 +198,30 @@ class Connection(asyncio.Protocol):
             raise self._error
         if self._is_given_up:
             raise TimeoutError
-        waiter = self._waiter = self._loop.create_future()
-        timer = None if due is None else self._loop.call_at(due, _expire, waiter)
+        waiter, self._due = self._loop.create_future(), due
+        self._waiter = waiter
+        if due is not None and (self._timer is None or due < self._timer.when()):
+            self._look_at(due)
         try:
             await waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+
+    def _look_at(self, due: float) -> None:
+        """See to it that somebody looks by then. A timer stays when what it was set for is over, and is of use to what
+        comes next: to set one anew for each answer would cost more than to look in vain now and then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._due is None:
+            return
+        if self._due > self._loop.time():
+            self._look_at(self._due)
+        elif not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -214,9 +234,9 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        if self.done:  # nothing was asked
-            self.close()
-            return
+        was_done = self.done
+        if was_done:  # nothing was asked
+            return self.close()
         self.has_begun = True
         self.heard_at = self._loop.time()
         num_before = len(self._parts)
@@ -224,6 +244,8 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except HttpParserError as error:
             self._fail(str(error.__context__ or error))
+        if self.done:
+            return self._wake()
         if len(self._parts) > num_before:
             self._num_barren = 0
             self._hold(sum(map(len, self._parts[num_before:])))
@@ -231,14 +253,17 @@ class Connection(asyncio.Protocol):
             self._num_barren += len(data)
             if self._num_barren > MAX_BARREN_BYTES:
                 self._fail("too much beside the body")
-        if not self._wants_much or self.done or self._num_buffered > MAX_BUFFERED_BYTES or self._error is not None:
+        if not self._wants_much or self._num_buffered > MAX_BUFFERED_BYTES or self._error is not None:
             self._wake()
+        return None
 
     def eof_received(self) -> None:
         self._peer_closed()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
         self._peer_closed(broken=error is not None)
 
     def pause_writing(self) -> None:
@@ -278,10 +303,10 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self.done:
             raise ValueError("a second answer")
-        self._pairs = []
+        self._raw_headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._pairs.append((name.decode("ascii"), value.decode("utf-8", "surrogateescape")))
+        self._raw_headers += (name, value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -289,9 +314,11 @@ class Connection(asyncio.Protocol):
             raise ValueError("a status that nobody asked for")
         if status < 200:
             return
-        if sum(map(len, chain.from_iterable(self._pairs))) > MAX_BARREN_BYTES:
+        raw = b"\0".join(self._raw_headers)  # which none of them may hold
+        if len(raw) > MAX_BARREN_BYTES:
             raise ValueError("headers too long")
-        headers = self.headers = CIMultiDictProxy(CIMultiDict(self._pairs))
+        parts = raw.decode("utf-8", "surrogateescape").split("\0")
+        headers = self.headers = CIMultiDictProxy(CIMultiDict(zip(parts[::2], parts[1::2], strict=False)))
         if "Transfer-Encoding" in headers:
             # The parser would take anything else to end with the connection.
             if [coding.lower() for coding in headers.getall("Transfer-Encoding")] != ["chunked"]:
@@ -305,8 +332,3 @@ class Connection(asyncio.Protocol):
             self.done = True
             self._reusable = self._reusable and self._parser.should_keep_alive()
             self._reused = True
-
-
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())

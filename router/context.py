@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import Final
 
 from aiohttp import web
 
@@ -40,6 +40,8 @@ class Router:
     budget: RetryBudget
     prefill_gate: Gate
     decode_gate: Gate
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    """Kept: to ask which one is running is a call to the system, up to Python 3.11."""
     tracing: Tracing | None = None
     """Only where turns are traced."""
     turns: InFlight = field(default_factory=InFlight)
@@ -57,15 +59,18 @@ class Router:
         return serves and not self.draining and self.siblings.all_listen
 
 
-ROUTER: Final = web.AppKey("router", Router)
-REQUEST_ID: Final = web.RequestKey("request_id", str)
+class Request(web.BaseRequest):
+    """What a client asks."""
+
+    id: str
+    """Names it, to the client, to engines and in logs."""
 
 
-def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
+def finish_headers(router: Router, request: Request, response: web.StreamResponse) -> None:
     """The headers that every response has."""
     headers = response.headers
     headers["Server"] = "backhaul"
-    headers["X-Request-Id"] = request[REQUEST_ID]
-    if request.app[ROUTER].draining:
+    headers["X-Request-Id"] = request.id
+    if router.draining:
         headers["Connection"] = "close"
         response.force_close()

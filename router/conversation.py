@@ -109,7 +109,9 @@ def name_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
     """The name the client gives the conversation; the body's goes before the headers'."""
     name = body.get("conversation_id")
     if name is None:
-        name = next((headers[header] for header in NAME_HEADERS if headers.get(header)), None)
+        for header in NAME_HEADERS:
+            if name := headers.get(header):
+                break
     if name is None or name == "":
         return None
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
@@ -145,16 +147,11 @@ def _canonical(message: Mapping[str, Any]) -> bytes:
     Left out: keys without a value, reasoning (many clients drop it, whether it has a field of its own or stands before
     the answer), ids of tool calls, white space around text and in the arguments of calls.
     """
-    listed = message.get("tool_calls")
-    calls = [
-        [call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments"))]
-        for call in (listed if isinstance(listed, list) else ())
-        if isinstance(call, dict) and isinstance(call.get("function", {}), dict)
-    ]
-    text = _plain(message.get("content"))
-    if isinstance(text, str) and message.get("role") == "assistant":
+    role, text = message.get("role"), _plain(message.get("content"))
+    if role == "assistant" and isinstance(text, str):
         text = _without_thoughts(text)
-    parts = [message.get("role"), message.get("name"), text, calls]
+    listed = message.get("tool_calls")
+    parts = [role, message.get("name"), text, _calls(listed) if listed else []]
     return jsontext.dumps_request(parts, option=orjson.OPT_SORT_KEYS)
 
 
@@ -167,6 +164,14 @@ def _plain(content: object) -> object:
         ]
         content = parts[0] if len(parts) == 1 else parts
     return content.strip() if isinstance(content, str) else content or ""
+
+
+def _calls(listed: object) -> list[list[object]]:
+    return [
+        [call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments"))]
+        for call in (listed if isinstance(listed, list) else ())
+        if isinstance(call, dict) and isinstance(call.get("function", {}), dict)
+    ]
 
 
 def _without_thoughts(text: str) -> str:

@@ -6,28 +6,26 @@ it gives its own name this address, and is from here as far as the browser knows
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from connectors.wire.openai import APIError
-from router.context import ROUTER
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from router.context import Request, Router
+from router.front import Handler
 
 
 def for_operators(handler: Handler) -> Handler:
     """Raises APIError, 403."""
 
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(router: Router, request: Request) -> web.StreamResponse:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise _forbidden("A page from elsewhere may not do this.")
-        if host and not _is_ours(host, request.app[ROUTER].config.admin_names):
+        if host and not _is_ours(host, router.config.admin_names):
             raise _forbidden("This port does not go by that name; --admin-names says which others it has.")
-        return await handler(request)
+        return await handler(router, request)
 
     return handle
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 
 from connectors.wire.note import LEG_HEADER
 from router.client import header_lines
@@ -78,9 +78,9 @@ def child(lines: str, request_id: str, leg: str, number: int) -> str:
     return lines.removesuffix(header_lines([("X-Request-Id", request_id), (LEG_HEADER, leg)])) + header_lines(own)
 
 
-def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def back(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
     """Headers of the decode engine's answer that go to the client; the body is passed on decompressed."""
-    return CIMultiDict(_passing(headers, _NOT_BACK))
+    return _passing(headers, _NOT_BACK)
 
 
 def _passing(headers: CIMultiDictProxy[str], stopped: frozenset[str]) -> list[tuple[str, str]]:

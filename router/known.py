@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -27,7 +27,15 @@ class Known:
     """One engine's capabilities. What it has shown to work counts as working until it is another engine: so a fact
     changes twice at most, and so do the log lines about it."""
 
-    def __init__(self, url: str, role: str, stated: Capabilities = UNKNOWN) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        stated: Capabilities = UNKNOWN,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called whenever something else may be known."""
         self.stated = stated
         self.stale = True
         """To be probed at the next look."""
@@ -40,6 +48,7 @@ class Known:
         self._wrong_block_size = False
         self._num_tries = 0
         self._told: dict[str, object] = {}
+        self._on_change = on_change
         self.now = self._merged()
 
     @property
@@ -76,7 +85,7 @@ class Known:
         self._ids.clear()
         self._num_tries = 0
         self.stale = True
-        self.now = self._merged()
+        self._know()
 
     def found(self, probed: Capabilities, *, complete: bool = True) -> None:
         """Take what a probe found. If it is another engine than before, what that one showed counts no more. One that
@@ -89,7 +98,7 @@ class Known:
             self._found = merged(("seen", probed), ("seen", self._found))  # a probe may have had no answer to some
         self._num_tries = 0 if complete else self._num_tries + 1
         self.stale = 0 < self._num_tries < MAX_TRIES
-        self.now = self._merged()
+        self._know()
         told = {name: getattr(self.now, name) for name in ("kind", "version", "block_size", "bidirectional")}
         if told != self._told:
             self._told = told
@@ -105,7 +114,7 @@ class Known:
         was = getattr(self.now, flag)
         changes: dict[str, Any] = {flag: works}
         self._shown = replace(self._shown, **changes)
-        self.now = self._merged()
+        self._know()
         if (stated := getattr(self.stated, flag)) is not None and stated is not works:
             log.warning("engine is not as stated", extra={**self._who, "capability": flag, "seen": works})
         elif was is not works:
@@ -116,17 +125,17 @@ class Known:
         self._saw_id(params.remote_engine_id)
         if self.now.kv_layout is None and params.kv_layout is not None:
             self._shown = replace(self._shown, kv_layout=params.kv_layout)
-            self.now = self._merged()
+            self._know()
         size = params.remote_block_size
         if self.now.block_size is None and size is not None:
             self._shown = replace(self._shown, block_size=size)
-            self.now = self._merged()
+            self._know()
         elif (size := self.now.block_size) is not None and self.stated.block_size is None:
             groups, num_tokens = params.remote_block_ids, params.remote_num_tokens
             if groups and len(groups) == 1 and num_tokens and -(-num_tokens // size) != len(groups[0]):
                 # Some report one size and use another. Nothing can be cut by it.
                 self._wrong_block_size = True
-                self.now = self._merged()
+                self._know()
                 log.warning("engine's block size is not what it says", extra={**self._who, "block_size": size})
 
     def saw_prefill(
@@ -182,8 +191,12 @@ class Known:
             self.stale = True  # it was started anew, unseen
             self._shown = UNKNOWN
             self._wrong_block_size = False
-            self.now = self._merged()
+            self._know()
         self._ids.add(engine_id)
+
+    def _know(self) -> None:
+        self.now = self._merged()
+        self._on_change()
 
     def _merged(self) -> Capabilities:
         kind: Kind | None = self.stated.kind or self._found.kind

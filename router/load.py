@@ -39,12 +39,8 @@ class Load:
     """Blocks kept for a next turn, which whoever needs the room may take."""
     started: bytes = b""
     """When its process began, as it tells it; nothing if it does not."""
-
-    @property
-    def beside(self) -> float:
-        """What it had besides: requests of others, and what a full cache is worth."""
-        others = max(0.0, self.running + self.waiting - self.ours)
-        return others + FULL_WEIGHT * max(0.0, self.kv_use - FULL_FROM) / (1.0 - FULL_FROM)
+    beside: float = 0.0
+    """What it had besides: requests of others, and what a full cache is worth."""
 
 
 def read_load(text: bytes | bytearray, *, ours: int) -> Load:
@@ -63,4 +59,7 @@ def read_load(text: bytes | bytearray, *, ours: int) -> Load:
     running, waiting, kv_use, leases, pinned, idle = (sums.get(name, 0.0) for name in _NAMES)
     found_start = _STARTED.search(text)
     started = bytes(found_start[1]) if found_start else b""
-    return Load(running, waiting, min(kv_use, 1.0), ours, bool(sums), leases, pinned, idle, started)
+    others = max(0.0, running + waiting - ours)
+    full = max(0.0, min(kv_use, 1.0) - FULL_FROM) / (1.0 - FULL_FROM)
+    beside = others + FULL_WEIGHT * full
+    return Load(running, waiting, min(kv_use, 1.0), ours, bool(sums), leases, pinned, idle, started, beside)

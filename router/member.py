@@ -58,8 +58,10 @@ class Engine:
         source: str = "",
         incarnation: str = "",
         on_change: Callable[[], None] = lambda: None,
+        on_news: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """`on_change` is called whenever its state has become another."""
+        """`on_change` is called whenever its state has become another; `on_news` before that, and when it may list
+        other models or be able to do something else."""
         stated = stated or EngineStatement()
         self.url = url
         self.name = without_user(url)
@@ -68,7 +70,7 @@ class Engine:
         self.role = role
         self.source = source
         self.incarnation = incarnation
-        self.known = Known(self.name, role, stated.capabilities())
+        self.known = Known(self.name, role, stated.capabilities(), on_change=self._has_news)
         self.headers = stated.headers()
         """For questions of our own."""
         self.health: Health = "joining"
@@ -109,6 +111,7 @@ class Engine:
         self.why = ""
         self._told: State = "joining"
         self._on_change = on_change
+        self._on_news = on_news
         self._time = asyncio.get_running_loop().time
 
     # What a plan asks.
@@ -122,8 +125,13 @@ class Engine:
         return self.health
 
     @property
+    def in_rotation(self) -> bool:
+        """Whether it may be given turns, one at a time perhaps."""
+        return self.readable and not self.drained_by and not self.is_gone
+
+    @property
     def ready(self) -> bool:
-        """Whether it may be given a turn."""
+        """Whether it may be given a turn now."""
         if self.drained_by or self.is_gone:
             return False
         health = self.health
@@ -133,7 +141,7 @@ class Engine:
     def spared(self) -> bool:
         """Whether it is given one only if no other can be."""
         is_full = self.limit is not None and self.in_flight + self.expected >= self.limit
-        return is_full or self.health == "suspect" or self.busy_until > self._time()
+        return is_full or self.health == "suspect" or (self.busy_until > 0 and self.busy_until > self._time())
 
     @property
     def readable(self) -> bool:
@@ -259,9 +267,13 @@ class Engine:
 
     def tell(self, why: str) -> None:
         """Log what it has become, if that is another state."""
+        self._has_news()
         state = self.state
         if state != self._told:
             level = logging.WARNING if state in ("ejected", "suspect") else logging.INFO
             log.log(level, "engine", extra={"engine": self.name, "role": self.role, "state": state, "why": why})
             self._told, self.why, self.since = state, why, time.time()
             self._on_change()
+
+    def _has_news(self) -> None:
+        self._on_news(self)

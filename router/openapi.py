@@ -12,6 +12,7 @@ from router import jsontext
 from router.admin import STATUS_PATH
 from router.api import passthrough
 from router.api.abort import MAX_REQUEST_IDS
+from router.context import Request, Router
 from router.upstream import ABORT_PATH
 
 _ANYTHING: Final[Json] = {}
@@ -79,7 +80,7 @@ OPERATIONS: Final = (
 )
 
 
-async def openapi(_: web.Request) -> web.Response:
+async def openapi(_: Router, __: Request) -> web.Response:
     return web.Response(body=_document(), content_type="application/json")
 
 

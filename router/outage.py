@@ -55,7 +55,7 @@ async def _changed(router: Router, none: NoEngine, seconds: float) -> bool:
 
 def _wait(router: Router, turn: Turn, none: NoEngine) -> float:
     """Seconds for which it is worth waiting."""
-    now = asyncio.get_running_loop().time()
+    now = router.loop.time()
     lost = [
         engine.lost_at
         for engine in router.pool.of(none.role)

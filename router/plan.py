@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Set
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 from connectors.wire.openai import APIError, model_not_found, unavailable
-from router.capabilities import mismatch
-from router.choose import Candidate, choose
+from router.capabilities import Capabilities, mismatch
+from router.choose import choose
 from router.member import Role
+from router.roster import Able, Candidate, Roster
 from router.verify import Why
+
+C = TypeVar("C", bound=Candidate)
 
 
 class NoEngine(APIError):
@@ -94,8 +98,8 @@ OFFERED: Final[tuple[Why, ...]] = ("offered", "self_checked")
 
 def make_plan(
     facts: Facts,
-    prefill: Sequence[Candidate],
-    decode: Sequence[Candidate],
+    prefill: Roster[C],
+    decode: Roster[C],
     *,
     draw: random.Random,
     avoid: Set[str] = frozenset(),
@@ -112,14 +116,14 @@ def make_plan(
 
     Raises APIError: 404 for a model no engine lists, 503 if those that list it are not ready, or none could say yet.
     """
-    chooser = _Chooser(facts.prefix, slack, draw)
+    pick = partial(choose, slack=slack, prefix=facts.prefix, draw=draw)
     _check_model(facts.model, prefill, decode, served)
-    decoders = _able(decode, facts.model, avoid)
+    decoders = decode.able(facts.model, avoid)
     if not decoders:
         raise _nobody("decode", facts.model)
     if facts.scale_out:
-        decoders = [one for one in decoders if one.can.scale_out is not False] or decoders
-    decoder = chooser.choose(decoders, facts.last_decode)
+        decoders = decoders.that(lambda can: can.scale_out is not False) or decoders
+    decoder = pick(decoders, facts.last_decode)
     if facts.alone is not None:
         return Plan(None, decoder.url, facts.alone, "not_used")
     if not has_prefill:
@@ -132,18 +136,16 @@ def make_plan(
         and facts.num_new <= break_even
     ):
         return Plan(None, decoder.url, "short_suffix", "own_cache")
-    ready = _able(prefill, facts.model, avoid)
-    decoder, prefillers = _pair(decoder, decoders, ready, facts, chooser)
+    ready = prefill.able(facts.model, avoid)
+    prefillers = _partners(decoder.can, ready, facts)
     if not prefillers:
-        listing = [engine for engine in prefill if facts.model in engine.models]
-        if ready and not any(_partners(one, listing, facts) for one in decoders):
-            lack = Lack("handoff", _obstacle(decoder, ready[0], facts) or "kind")
-            return Plan(None, decoder.url, "no_compatible_prefill", "own_cache", lack=lack)
-        if fallback:
-            return Plan(None, decoder.url, "no_prefill_engine", "own_cache")
-        raise _nobody("prefill", facts.model)
-    prefiller = chooser.choose(prefillers, facts.last_prefill)
-    owner = next((one for one in decode if one.url == facts.last_decode and one.url not in avoid), None)
+        paired = decoders.that(lambda can: bool(_partners(can, ready, facts)))
+        if not paired:
+            return _without_prefill(facts, decoder, decoders, prefill, ready, fallback=fallback)
+        decoder = pick(paired, facts.last_decode)
+        prefillers = _partners(decoder.can, ready, facts)
+    prefiller = pick(prefillers, facts.last_prefill)
+    owner = decode.find(facts.last_decode) if facts.last_decode not in avoid else None
     kv, lack_of_pull = _pull(facts, prefiller, owner)
     if facts.last_decode is None:
         reason = "new"
@@ -154,24 +156,18 @@ def make_plan(
     return Plan(prefiller.url, decoder.url, reason, kv, pull=kv in OFFERED, lack=lack_of_pull)
 
 
-class _Chooser(NamedTuple):
-    prefix: bytes | None
-    slack: float
-    draw: random.Random
-
-    def choose(self, able: Sequence[Candidate], last: str | None) -> Candidate:
-        return choose(able, last, self.slack, prefix=self.prefix, draw=self.draw)
-
-
-def _pair(
-    decoder: Candidate, decoders: Sequence[Candidate], ready: Sequence[Candidate], facts: Facts, chooser: _Chooser
-) -> tuple[Candidate, list[Candidate]]:
-    """The decode engine and the prefill engines that can compute for it; another decode engine if it has none."""
-    partners = _partners(decoder, ready, facts)
-    if not partners and (paired := [one for one in decoders if _partners(one, ready, facts)]):
-        decoder = chooser.choose(paired, facts.last_decode)
-        partners = _partners(decoder, ready, facts)
-    return decoder, partners
+def _without_prefill(
+    facts: Facts, decoder: C, decoders: Able[C], prefill: Roster[C], ready: Able[C], *, fallback: bool
+) -> Plan:
+    """No prefill engine that is ready can compute for any of the decode engines."""
+    if ready:
+        listing = [group.can for group in prefill.listing(facts.model)]
+        if not any(_obstacle(can, other, facts) is None for can in decoders.kinds() for other in listing):
+            lack = Lack("handoff", _obstacle(decoder.can, next(iter(ready)).can, facts) or "kind")
+            return Plan(None, decoder.url, "no_compatible_prefill", "own_cache", lack=lack)
+    if fallback:
+        return Plan(None, decoder.url, "no_prefill_engine", "own_cache")
+    raise _nobody("prefill", facts.model)
 
 
 def _pull(facts: Facts, prefiller: Candidate, owner: Candidate | None) -> tuple[Why, Lack | None]:
@@ -189,27 +185,23 @@ def _pull(facts: Facts, prefiller: Candidate, owner: Candidate | None) -> tuple[
     return facts.why, None
 
 
-def _able(pool: Sequence[Candidate], model: str, avoid: Set[str]) -> list[Candidate]:
-    return [engine for engine in pool if engine.ready and model in engine.models and engine.url not in avoid]
-
-
-def _partners(decoder: Candidate, prefill: Sequence[Candidate], facts: Facts) -> list[Candidate]:
+def _partners(decoder: Capabilities, prefill: Able[C], facts: Facts) -> Able[C]:
     """Those whose KV the decode engine can use."""
-    return [engine for engine in prefill if _obstacle(decoder, engine, facts) is None]
+    return prefill.that(lambda can: _obstacle(decoder, can, facts) is None)
 
 
-def _obstacle(decoder: Candidate, prefiller: Candidate, facts: Facts) -> str | None:
-    if facts.scale_out and prefiller.can.scale_out is False:
+def _obstacle(decoder: Capabilities, prefiller: Capabilities, facts: Facts) -> str | None:
+    if facts.scale_out and prefiller.scale_out is False:
         return "scale_out"
-    return mismatch(prefiller.can, decoder.can)
+    return mismatch(prefiller, decoder)
 
 
-def _check_model(model: str, prefill: Sequence[Candidate], decode: Sequence[Candidate], served: Container[str]) -> None:
-    if any(model in engine.models for engine in decode) or any(model in engine.models for engine in prefill):
+def _check_model(model: str, prefill: Roster[C], decode: Roster[C], served: Container[str]) -> None:
+    if decode.lists(model) or prefill.lists(model):
         return
     if model in served:
         raise _nobody("decode", model)
-    if not any(engine.models for engine in decode):  # what prefill engines list says nothing of what will be served
+    if not decode.lists_any:  # what prefill engines list says nothing of what will be served
         raise unavailable("No engine is ready yet. Try again in a moment.")
     raise model_not_found(model)
 

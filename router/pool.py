@@ -6,19 +6,23 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
+from router.choose import idler
 from router.client import Origin
 from router.discovery.source import Found
 from router.faults import EngineFault
 from router.member import Engine, Role
+from router.roster import Roster
 from router.statement import EngineStatement
 
 LEFT_SECONDS: Final = 3600.0
 """For which one that has left is still found: no turn takes longer."""
+GENERATING: Final[tuple[Role, ...]] = ("prefill", "decode")
+"""Roles that have all of a model, and do not only encode media."""
 MAX_REMEMBERED: Final = 1000
 """Models that no engine lists any more."""
 
@@ -30,6 +34,21 @@ Member = Callable[[Engine], None]
 class _Place(NamedTuple):
     role: Role
     url: str
+
+
+class Expected:
+    """A request that an engine does not have yet."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.expected += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.expected -= 1
 
 
 class Pool:
@@ -65,6 +84,9 @@ class Pool:
         self.prefill: tuple[Engine, ...] = ()
         self.decode: tuple[Engine, ...] = ()
         self.encode: tuple[Engine, ...] = ()
+        self.rosters: Mapping[Role, Roster[Engine]] = {role: Roster() for role in get_args(Role)}
+        """The same, as plans look them up."""
+        self._behind: dict[Origin, list[Engine]] = {}
         self.on_join: list[Member] = []
         self.on_leave: list[Member] = []
         self.on_change: list[Callable[[], None]] = []
@@ -118,7 +140,13 @@ class Pool:
         stated = self._stated.get(found.url) or self._stated.get(source)
         try:
             engine = Engine(
-                found.url, role, stated, source=source, incarnation=found.incarnation, on_change=self._changed
+                found.url,
+                role,
+                stated,
+                source=source,
+                incarnation=found.incarnation,
+                on_change=self._changed,
+                on_news=self._has_news,
             )
         except ValueError as error:
             log.warning("no engine", extra={"source": source, "why": str(error)})
@@ -129,6 +157,8 @@ class Pool:
         place = _Place(role, found.url)
         self._members[place] = engine
         self._left.pop(place, None)
+        self.rosters[role].put(engine)
+        self._behind.setdefault(engine.origin, []).append(engine)
         self._list()
         log.info("engine joins", extra={"engine": engine.name, "role": role, "source": source})
         for told in self.on_join:
@@ -138,6 +168,10 @@ class Pool:
     def _leave(self, engine: Engine) -> None:
         place = _Place(engine.role, engine.url)
         del self._members[place]
+        self.rosters[engine.role].remove(engine.url)
+        self._behind[engine.origin].remove(engine)
+        if not self._behind[engine.origin]:
+            del self._behind[engine.origin]
         now = time.monotonic()
         self._left = {
             at: (one, since) for at, (one, since) in self._left.items() if one.in_flight or since > now - LEFT_SECONDS
@@ -151,6 +185,10 @@ class Pool:
         self._list()
         for told in self.on_leave:
             told(engine)
+
+    def _has_news(self, engine: Engine) -> None:
+        if self._members.get(_Place(engine.role, engine.url)) is engine:
+            self.rosters[engine.role].put(engine)
 
     def _changed(self) -> None:
         for told in self.on_change:
@@ -201,16 +239,11 @@ class Pool:
         place = _Place(role, url)
         return self._members.get(place) or self._left[place][0]
 
-    @contextmanager
-    def expecting(self, engine: Engine) -> Iterator[None]:
+    def expecting(self, engine: Engine) -> Expected:
         """For the time until a request that is meant for it can be sent: others should know."""
         self._num_dispatched += 1
         engine.last = self._num_dispatched
-        engine.expected += 1
-        try:
-            yield
-        finally:
-            engine.expected -= 1
+        return Expected(engine)
 
     def dispatch(self, engine: Engine) -> None:
         """It gets a request."""
@@ -220,17 +253,15 @@ class Pool:
         engine.in_flight += 1
 
     def one_ready(self, model: str, *, rather: Sequence[str | None]) -> Engine | None:
-        """An engine to ask for the ids of a prompt; one of `rather` if it can be."""
-        able = [
-            engine
-            for engine in self.generating
-            if engine.ready and model in engine.models and engine.can.tokenize is not False
-        ]
-        return min(
-            able,
-            key=lambda one: (one.spared, one.url not in rather, one.role != "prefill", one.load),
-            default=None,
-        )
+        """An engine to ask for the ids of a prompt: one of `rather` and one that prefills, if there is such."""
+        pools = [self.rosters[role].able(model) for role in GENERATING]
+        own = [one for able in pools for url in rather if url is not None and (one := able.find(url)) is not None]
+        others = (idler(able, self.draw) for able in pools if able)
+        for one in chain(own, others):
+            if not one.spared and one.can.tokenize is not False:
+                return one
+        able = [one for pool in pools for one in pool if one.can.tokenize is not False]
+        return min(able, key=lambda one: (one.spared, one.url not in rather, one.load), default=None)
 
     def block_size(self, url: str) -> int | None:
         """Of the decode engine there, if it is known."""
@@ -270,6 +301,5 @@ class Pool:
 
     def doubt(self, origin: Origin) -> None:
         """Who is there has closed a connection that could have been used again: it may have ended."""
-        for engine in self.engines:
-            if engine.origin == origin:
-                engine.doubt.set()
+        for engine in self._behind.get(origin, ()):
+            engine.doubt.set()

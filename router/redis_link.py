@@ -94,6 +94,7 @@ class Link:
         future gets a TimeoutError."""
         self.timeout = timeout
         self._make_connection = connect
+        self._loop = asyncio.get_running_loop()
         self._backoff = Backoff()
         self._line: _Line | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -121,9 +122,8 @@ class Link:
 
     def send(self, *command: str | bytes | int, late: Late | None = None) -> Command:
         """`late` gets a reply, or an exception, that comes when the future is done, and whether it was cancelled."""
-        loop = asyncio.get_running_loop()
         data = pack_command(command)  # type: ignore[arg-type]  # typed as if it took one argument
-        sent = Command(data, loop.create_future(), late, loop.time())
+        sent = Command(data, self._loop.create_future(), late, self._loop.time())
         self.put(sent)
         return sent
 
@@ -133,7 +133,7 @@ class Link:
             self._line.send(command)
         elif self._connecting is not None:
             self._unsent.append(command)
-        elif asyncio.get_running_loop().time() < self._backoff.until:
+        elif self._loop.time() < self._backoff.until:
             command.settle(RedisConnectionError("connecting has just failed"))
             return
         else:
@@ -164,7 +164,7 @@ class Link:
                 connection = await self._make_connection()
             self._line = _Line(connection, self._ended, self._answered)
         except Exception as error:  # of whatever kind: a server may say anything
-            self._backoff.failed(asyncio.get_running_loop().time())
+            self._backoff.failed(self._loop.time())
             self._fail_unsent(error)
         else:
             while self._unsent:
@@ -175,7 +175,7 @@ class Link:
     def _ended(self, line: _Line) -> None:
         if self._line is line:
             self._line = None
-            self._backoff.failed(asyncio.get_running_loop().time())
+            self._backoff.failed(self._loop.time())
 
     def _answered(self) -> None:
         if self.num_pending == 0:
@@ -193,20 +193,18 @@ class Link:
                 return
             self._timer.cancel()
         self._due = due
-        self._timer = asyncio.get_running_loop().call_at(due, self._look, due)
+        self._timer = self._loop.call_at(due, self._look, due)
 
     def _look(self, due: float) -> None:
         """Some command's time may be over. Time in which this process itself was busy does not count: the reply may
         be here, and only has to be read."""
-        loop = asyncio.get_running_loop()
-        if (overslept := loop.time() - due) > 0.001:
-            self._timer = loop.call_later(min(overslept, self.timeout), self._expire)
+        if (overslept := self._loop.time() - due) > 0.001:
+            self._timer = self._loop.call_later(min(overslept, self.timeout), self._expire)
         else:
             self._expire()
 
     def _expire(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         late = now - self.timeout
         while self._unsent and self._unsent[0].started <= late:
             dropped = self._unsent.popleft()

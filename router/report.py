@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Final, Literal
 
@@ -83,7 +85,7 @@ class Report:
     """What the turn is doing."""
     entered: float = 0.0
     """When it began to; no time before `started`."""
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     """Seconds it took, without the one it is in."""
     span: Span | None = None
     """Of the turn's trace, if there is one."""
@@ -96,7 +98,7 @@ class Report:
         """The turn goes on to this; what it did until now is over. A phase may come again, and adds up."""
         now = time.monotonic()
         if (last := self.phase) is not None:
-            self.phases[last] = self.phases.get(last, 0.0) + now - self.entered
+            self.phases[last] += now - self.entered
         self.phase, self.entered = phase, now
         if self.span is not None:
             self.span.enter(phase)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams
@@ -17,7 +18,7 @@ from router import headers
 from router.api.legs import Endpoint
 from router.body import read_object
 from router.clean import without_engine_talk
-from router.context import Router
+from router.context import Request, Router
 from router.conversation import Conversation, Scope, identify, media_digests, name_of
 from router.encodings import NONE, Encodings
 from router.faults import Failure
@@ -93,7 +94,7 @@ class Turn:
     """Engines that failed this turn."""
     failures: list[Failure] = field(default_factory=list)
     """Of engines that had the request."""
-    unsent: Counter[str] = field(default_factory=Counter)
+    unsent: defaultdict[str, int] = field(default_factory=partial(defaultdict, int))
     """How many engines, by role, have not taken it on."""
     excused: bool = False
     """A decode engine has failed it at the blocks it was given, and was asked again."""
@@ -113,15 +114,16 @@ class Turn:
     """Its answer has come to its end, one way or the other: what is left is not for an abort to break off."""
 
 
-async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, report: Report) -> Turn:
+async def read_turn(router: Router, request: Request, endpoint: Endpoint, report: Report) -> Turn:
     """Raises APIError, or web.HTTPException, for a request that cannot be one."""
+    given = request.headers
     body = await read_object(request, router.config.max_body_bytes)
-    body = without_engine_talk(body, request.headers, refuse=router.config.client_transfer_params == "refuse")
-    name = name_of(body, request.headers)
+    body = without_engine_talk(body, given, refuse=router.config.client_transfer_params == "refuse")
+    name = name_of(body, given)
     body.pop("conversation_id", None)
     model = _model(router, body)
     salt = body.get("cache_salt")
-    tenant = tenant_of(router, request)
+    tenant = tenant_of(router, given)
     scope = Scope(tenant, model, salt if isinstance(salt, str) else None)
     history = endpoint.history(body)
     media = media_digests(history)
@@ -133,31 +135,31 @@ async def read_turn(router: Router, request: web.Request, endpoint: Endpoint, re
         endpoint=endpoint,
         name=leg,
         tenant=tenant,
-        task=this_task(),
+        task=this_task(router),
         body=body,
-        headers=headers.onward(request.headers, report.request_id, leg, traced=report.span is not None),
+        headers=headers.onward(given, report.request_id, leg, traced=report.span is not None),
         model=model,
         priority=priority if isinstance(priority := body.get("priority"), int) else 0,
         alone=endpoint.alone(body, ours=several and router.pool.decodes_ours(model)),
         several=several,
         conversation=identify(scope, name, history),
         media=media,
-        explain=router.config.explain and request.headers.get("X-Backhaul-Explain") == "1",
-        deadline=asyncio.get_running_loop().time() + router.config.turn_timeout,
+        explain=router.config.explain and given.get("X-Backhaul-Explain") == "1",
+        deadline=router.loop.time() + router.config.turn_timeout,
         report=report,
     )
 
 
-def this_task() -> asyncio.Task[object]:
-    task = asyncio.current_task()
+def this_task(router: Router) -> asyncio.Task[object]:
+    task = asyncio.current_task(router.loop)
     assert task is not None, "a turn is served by a task"
     return task
 
 
-def tenant_of(router: Router, request: web.Request) -> str:
+def tenant_of(router: Router, given: CIMultiDictProxy[str]) -> str:
     """All values of the header count: a client that sends one of its own beside that of a proxy is somebody else."""
     digest = blake2b(digest_size=16)
-    for value in request.headers.getall(router.config.tenant_header, ()):
+    for value in given.getall(router.config.tenant_header, ()):
         text = value.encode(errors="surrogatepass")
         digest.update(len(text).to_bytes(8) + text)
     return digest.hexdigest()

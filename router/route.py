@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from connectors.wire.transfer import KVTransferParams
 from router.api.legs import Prefilled
 from router.capabilities import exchanges
@@ -32,8 +30,8 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
     )
     return make_plan(
         facts,
-        pool.prefill,
-        pool.decode,
+        pool.rosters["prefill"],
+        pool.rosters["decode"],
         draw=pool.draw,
         avoid=turn.avoid,
         slack=config.affinity_slack,
@@ -72,5 +70,5 @@ def fits(router: Router, prefilled: Prefilled, plan: Plan) -> bool:
 
 
 def is_stale(router: Router, prefilled: Prefilled) -> bool:
-    age = asyncio.get_running_loop().time() - prefilled.answered_at
+    age = router.loop.time() - prefilled.answered_at
     return age > router.config.dispatch_deadline

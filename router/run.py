@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,12 +19,11 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from router.app import build_admin_app, build_app
+from router.app import check_settings, clients_runner, open_router, operators_runner
 from router.config import RouterConfig
-from router.context import ROUTER, Router
+from router.context import Router
 from router.processes import Processes
 
-CUT_SECONDS: Final = 1.0  # for what did not end while draining
 GC_THRESHOLD: Final = 10_000  # objects; turns leave hardly any cycles behind, and most of what they make is soon gone
 
 log = logging.getLogger("router")
@@ -49,7 +48,7 @@ def run_process(config: RouterConfig, channel: socket.socket | None = None) -> i
 def run_processes(config: RouterConfig) -> int:
     """What is wrong with the settings is said once, by the parent; ports are chosen, and kept, by it."""
     try:
-        build_app(config)
+        check_settings(config)
     except ValueError as error:
         print(f"backhaul router: {error}", file=sys.stderr)
         return 1
@@ -94,38 +93,24 @@ def reserved(host: str, port: int) -> socket.socket:
     return keeper
 
 
-def make_runner(config: RouterConfig) -> web.AppRunner:
-    return web.AppRunner(
-        build_app(config),
-        handler_cancellation=True,  # a client that leaves ends its turn, in whatever phase
-        auto_decompress=False,  # its refusal of an unknown encoding could not be ours
-        access_log=None,
-        shutdown_timeout=CUT_SECONDS,
-    )
-
-
 async def serve(config: RouterConfig, channel: socket.socket | None = None) -> int:
-    try:
-        runner = make_runner(config)
-    except ValueError as error:
-        print(f"backhaul router: {error}", file=sys.stderr)
-        return 1
     stop = _Signals()
-    try:
-        await runner.setup()
-    except ValueError as error:  # where engines come from can never be asked
-        await runner.cleanup()
-        stop.close()
-        print(f"backhaul router: {error}", file=sys.stderr)
-        return 1
-    router = runner.app[ROUTER]
-    admin = web.AppRunner(build_admin_app(router), access_log=None, shutdown_timeout=CUT_SECONDS)
-    several = channel is not None
-    try:
+    async with AsyncExitStack() as opened:
+        opened.callback(stop.close)
+        try:
+            router = await opened.enter_async_context(open_router(config))
+        except ValueError as error:  # a key that is none, or where engines come from can never be asked
+            print(f"backhaul router: {error}", file=sys.stderr)
+            return 1
+        clients, operators = clients_runner(router), operators_runner(router)
+        opened.push_async_callback(clients.cleanup)
+        opened.push_async_callback(operators.cleanup)
+        await clients.setup()
+        several = channel is not None
         if channel is not None:
             await router.siblings.connect(channel, stop.orphaned)
             await _know_engines(router, config.probe_timeout)
-        site = web.TCPSite(runner, config.host, config.port, reuse_address=True, reuse_port=several)
+        site = web.TCPSite(clients, config.host, config.port, reuse_address=True, reuse_port=several)
         if stop.pending:
             return 0
         try:
@@ -133,8 +118,8 @@ async def serve(config: RouterConfig, channel: socket.socket | None = None) -> i
         except OSError as error:
             _cannot_listen(config.host, config.port, "", error)
             return 1
-        url = _url(config.host, runner)
-        if not await _listen_for_operators(config, admin, several):
+        url = _url(config.host, clients)
+        if not await _listen_for_operators(config, operators, several):
             return 1
         router.siblings.listens()
         log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
@@ -146,11 +131,6 @@ async def serve(config: RouterConfig, channel: socket.socket | None = None) -> i
         await stop.next()
         await drain(router, site, config, stop)
         return 0
-    finally:
-        await admin.cleanup()
-        await runner.cleanup()
-        await router.siblings.close()
-        stop.close()
 
 
 async def _know_engines(router: Router, seconds: float) -> None:
@@ -223,17 +203,17 @@ class _Signals:
         self._seen.release()
 
 
-async def _listen_for_operators(config: RouterConfig, admin: web.AppRunner, several: bool) -> bool:
+async def _listen_for_operators(config: RouterConfig, operators: web.ServerRunner, several: bool) -> bool:
     if config.admin_port is None:
         return True
-    await admin.setup()
+    await operators.setup()
     try:
-        site = web.TCPSite(admin, config.admin_host, config.admin_port, reuse_address=True, reuse_port=several)
+        site = web.TCPSite(operators, config.admin_host, config.admin_port, reuse_address=True, reuse_port=several)
         await site.start()
     except OSError as error:
         _cannot_listen(config.admin_host, config.admin_port, "admin-", error)
         return False
-    log.info("listening for operators", extra={"url": _url(config.admin_host, admin)})
+    log.info("listening for operators", extra={"url": _url(config.admin_host, operators)})
     return True
 
 
@@ -245,7 +225,7 @@ def _cannot_listen(host: str, port: int, which: str, error: OSError) -> None:
     )
 
 
-def _url(host: str, runner: web.AppRunner) -> str:
+def _url(host: str, runner: web.ServerRunner) -> str:
     return _url_of(host, runner.addresses[0][1])
 
 

@@ -200,7 +200,9 @@ class Store:
     async def ping(self) -> bool:
         if time.monotonic() < self._paused_until:
             return False
+        started = time.perf_counter()
         reply = await self._reply(self._link.send("PING"))
+        self._seconds.append(time.perf_counter() - started)
         if isinstance(reply, Exception):
             self._failed("ping", reply)
             return False
@@ -238,7 +240,9 @@ class Store:
         reply = await self._reply(self._link.send("EVALSHA", script.sha, 1, key, *arguments, late=late))
         if isinstance(reply, NoScriptError):
             reply = await self._reply(self._link.send("EVAL", script.text, 1, key, *arguments, late=late))
-        self._metrics.store_seconds.observe(op, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._seconds.append(seconds)
+        self._metrics.store_seconds.observe(op, seconds)
         if isinstance(reply, Exception):
             return self._failed(op, reply)
         if self._faults or self._refused:
@@ -290,14 +294,11 @@ class Store:
 
     async def _reply(self, command: Command) -> Any:
         """The reply, or an exception as a value."""
-        started = time.perf_counter()
         try:
-            reply = await command.future
+            return await command.future
         except asyncio.CancelledError:
             command.leave()
             raise
-        self._seconds.append(time.perf_counter() - started)
-        return reply
 
     def _count(self, op: str, result: str) -> None:
         self._metrics.store_operations.add(op, result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -49,15 +50,15 @@ class Counts:
 class Row:
     """The durations of one series."""
 
-    __slots__ = ("_bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
 
@@ -69,21 +70,17 @@ class Durations:
     ) -> None:
         """`buckets`: their upper bounds, ascending; one without a bound comes after them."""
         self._family = (name, documentation, [label])
-        self._bounds = buckets
         self._names = [*map(floatToGoString, buckets), "+Inf"]
-        self._rows: dict[str, Row] = {}
+        self._rows: defaultdict[str, Row] = defaultdict(partial(Row, buckets))
         registry.register(self)
 
     def of(self, label: str) -> Row:
         """One series, for who observes much of it."""
-        row = self._rows.get(label)
-        if row is None:
-            row = self._rows[label] = Row(self._bounds)
-        return row
+        return self._rows[label]
 
     def observe(self, label: str, seconds: float) -> None:
-        row = self._rows.get(label) or self.of(label)
-        row.counts[bisect_left(self._bounds, seconds)] += 1
+        row = self._rows[label]
+        row.counts[bisect_left(row.bounds, seconds)] += 1
         row.sum += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from connectors.wire import sse
 from connectors.wire.note import OUTPUT, TOKEN_NOTE
@@ -18,7 +17,7 @@ from router import headers, jsontext, lessons, memory
 from router.admission import Gate
 from router.answer import Answer
 from router.api.legs import Endpoint, Prefilled
-from router.context import REQUEST_ID, ROUTER, Router, finish_headers
+from router.context import Request, Router, finish_headers
 from router.encode import encode
 from router.encodings import NONE
 from router.faults import EngineFault
@@ -32,16 +31,16 @@ from router.request import Turn, read_turn
 from router.retry import excuse, excuse_encodings, retry
 from router.route import alone_params, is_prefill_due, plan_turn
 from router.upstream import Decoding
+from router.whole import WholeResponse
 
 UNHURRIED_BYTES: Final = 1 << 14  # on their way to a client: with no more than these a write does not wait for it
 
 log = logging.getLogger("router.turn")
 
 
-async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+async def run_turn(router: Router, request: Request, endpoint: Endpoint) -> web.StreamResponse:
     """Answer one request, and settle what it leaves behind however it ends."""
-    router = request.app[ROUTER]
-    report = Report(request[REQUEST_ID], endpoint.name)
+    report = Report(request.id, endpoint.name)
     if router.tracing is not None:
         router.tracing.begin(report, request.headers)
     router.budget.deposit()
@@ -73,7 +72,7 @@ async def run_turn(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
             report.span.end(report)
 
 
-async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
+async def serve(router: Router, request: Request, turn: Turn) -> web.StreamResponse:
     try:
         await enter(router, turn, router.decode_gate)
         try:
@@ -92,7 +91,7 @@ async def serve(router: Router, request: web.Request, turn: Turn) -> web.StreamR
         raise
 
 
-async def answer(router: Router, request: web.Request, turn: Turn) -> web.StreamResponse:
+async def answer(router: Router, request: Request, turn: Turn) -> web.StreamResponse:
     """Plan, prefill, decode; once more on other engines if one fails before the client has seen anything."""
     prefilled: Prefilled | None = None
     try:
@@ -117,7 +116,7 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
                         continue
                 return await decode(router, request, turn, plan, prefilled, decoder)
             except EngineFault as fault:
-                if asyncio.get_running_loop().time() >= turn.deadline:
+                if router.loop.time() >= turn.deadline:
                     raise  # whoever would be asked next has no time
                 router.pool.blame(fault)
                 if prefilled is not None and prefilled.params is not None:
@@ -142,9 +141,10 @@ async def answer(router: Router, request: web.Request, turn: Turn) -> web.Stream
 
 async def enter(router: Router, turn: Turn, gate: Gate) -> bool:
     """Wait until there is room in a pool, and whether that took time. `gate.leave` afterwards."""
-    due = asyncio.get_running_loop().time() + router.config.queue_timeout
-    if gate.per_engine is not None:
-        turn.report.enter("queue")
+    if gate.enter_freely():
+        return False
+    due = router.loop.time() + router.config.queue_timeout
+    turn.report.enter("queue")
     return await gate.enter(turn.priority, min(due, turn.deadline))
 
 
@@ -222,7 +222,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
 
 
 async def decode(
-    router: Router, request: web.Request, turn: Turn, plan: Plan, prefilled: Prefilled | None, engine: Engine
+    router: Router, request: Request, turn: Turn, plan: Plan, prefilled: Prefilled | None, engine: Engine
 ) -> web.StreamResponse:
     """Have the answer made, pulling the KV where there is any, and pass it on."""
     report = turn.report
@@ -271,23 +271,21 @@ async def decode(
         memory.let_go(router, answer)
 
 
-async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) -> web.Response:
+async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) -> WholeResponse:
     body = await leg.whole(turn.deadline)
     turn.answered = True
     answer.take(body)
     turn.report.enter("remember")
     await memory.remember(router, turn, answer)
     turn.report.outcome = "ok"
-    return web.Response(body=jsontext.dumps(body), headers=_answer_headers(turn, leg))
+    return WholeResponse(_answer_headers(turn, leg), jsontext.dumps(body))
 
 
-async def pass_on(
-    router: Router, request: web.Request, turn: Turn, leg: Decoding, answer: Answer
-) -> web.StreamResponse:
+async def pass_on(router: Router, request: Request, turn: Turn, leg: Decoding, answer: Answer) -> web.StreamResponse:
     """Send the events on as they come. Once the first has left there is no way back: what fails then ends the
     stream with an error event."""
     relay = StreamRelay(answer)
-    time_of, came = asyncio.get_running_loop().time, 0.0
+    time_of, came = router.loop.time, 0.0
     pieces = router.metrics.piece_seconds.of(router.metrics.model(turn.model))
     response = web.StreamResponse()
     failure: dict[str, Any] | None = None
@@ -302,7 +300,7 @@ async def pass_on(
                 if answer.seen.error is not None:
                     raise leg.refusal(answer.seen.error)
                 if out:
-                    await _begin(request, response, turn, leg, answer)
+                    await _begin(router, request, response, turn, leg, answer)
             if out:
                 await _send(request, response, turn, out)
             if relay.done:
@@ -310,7 +308,7 @@ async def pass_on(
         if not response.prepared:
             if not relay.done:
                 raise leg.ended_early()
-            await _begin(request, response, turn, leg, answer)
+            await _begin(router, request, response, turn, leg, answer)
     except ConnectionResetError:
         raise
     except asyncio.CancelledError:
@@ -342,34 +340,35 @@ def aborted() -> APIError:
 
 def give_back(router: Router, turn: Turn) -> None:
     """No decode engine has taken the blocks that are held for it."""
-    memory.release(router, turn.blocks)
-    turn.blocks = None
+    if turn.blocks is not None:
+        memory.release(router, turn.blocks)
+        turn.blocks = None
 
 
 def _prefill_deadline(router: Router, turn: Turn, offer: KVTransferParams | None) -> float:
     """An engine that waits for blocks which do not come may do so for minutes; without them it would have computed."""
     if offer is None:
         return turn.deadline
-    return min(turn.deadline, asyncio.get_running_loop().time() + router.config.pull_timeout)
+    return min(turn.deadline, router.loop.time() + router.config.pull_timeout)
 
 
-def _answer_headers(turn: Turn, leg: Decoding) -> CIMultiDict[str]:
+def _answer_headers(turn: Turn, leg: Decoding) -> list[tuple[str, str]]:
     passed = headers.back(leg.response.headers)
-    if turn.explain:
-        passed.extend(turn.report.explain())
-    return passed
+    return [*passed, *turn.report.explain().items()] if turn.explain else passed
 
 
-async def _begin(request: web.Request, response: web.StreamResponse, turn: Turn, leg: Decoding, answer: Answer) -> None:
+async def _begin(
+    router: Router, request: Request, response: web.StreamResponse, turn: Turn, leg: Decoding, answer: Answer
+) -> None:
     turn.report.see_start(answer.seen)
     response.headers.extend(_answer_headers(turn, leg))
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
-    finish_headers(request, response)
+    finish_headers(router, request, response)
     await response.prepare(request)
 
 
-async def _send(request: web.Request, response: web.StreamResponse, turn: Turn, data: bytes) -> None:
+async def _send(request: Request, response: web.StreamResponse, turn: Turn, data: bytes) -> None:
     transport = request.transport
     if transport is not None and transport.get_write_buffer_size() + len(data) < UNHURRIED_BYTES:
         await response.write(data)

@@ -109,7 +109,8 @@ class Decoding(Leg):
         try:
             await response.begun(self._due)
             if response.status != 200:
-                raise await upstream.refusal_in(engine, response, self._due)
+                text = await response.read(MAX_ANSWER_BYTES, self._due)
+                raise upstream.refusal_in(engine, response, text)
         except (ClientError, TimeoutError) as error:
             raise upstream.fault_of(engine, error) from error
 
@@ -276,7 +277,9 @@ class Upstream:
         for again in (False, True):
             try:
                 with await self._client.send(method, url, headers, data, due) as response:
-                    text = await self._good(engine, response, due)
+                    text = await response.read(MAX_ANSWER_BYTES, due)
+                    if response.status != 200:
+                        raise self.refusal_in(engine, response, text)
                     return Told(response.headers, text)
             except (ClientError, TimeoutError) as error:
                 if again or method != "GET" or not (isinstance(error, Disconnected) and error.stale):
@@ -329,7 +332,9 @@ class Upstream:
 
     async def good_object(self, engine: Engine, response: Response, due: float) -> dict[str, Any]:
         """The answer's JSON, if its status says that it is good. Raises APIError, ClientError."""
-        text = await self._good(engine, response, due)
+        text = await response.read(MAX_ANSWER_BYTES, due)
+        if response.status != 200:
+            raise self.refusal_in(engine, response, text)
         if not response.is_json:
             raise self.fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
         try:
@@ -340,22 +345,9 @@ class Upstream:
             raise self.fault(engine, "nonsense", 502, "answered with broken JSON")
         return body
 
-    async def _good(self, engine: Engine, response: Response, due: float) -> bytes:
-        try:
-            text = await response.read(MAX_ANSWER_BYTES, due)
-        except TooLarge:
-            raise self.fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes") from None
-        if response.status != 200:
-            raise self.refusal(engine, response.status, faults.error_fields(response, text))
-        return text
-
-    async def refusal_in(self, engine: Engine, response: Response, due: float) -> APIError:
+    def refusal_in(self, engine: Engine, response: Response, text: bytes) -> APIError:
         """What an answer that is not good says."""
-        try:
-            await self._good(engine, response, due)
-        except APIError as error:
-            return error
-        raise AssertionError("a good answer")
+        return self.refusal(engine, response.status, faults.error_fields(response, text))
 
     def refusal(self, engine: Engine, status: int, fields: dict[str, Any]) -> APIError:
         """The engine's own error, status and words kept."""
@@ -391,6 +383,8 @@ class Upstream:
             return self.fault(engine, "unreachable", 503, "cannot be asked: the router has too many connections")
         if isinstance(error, TimeoutError):
             return self.fault(engine, "timeout", 504, "did not answer in time")
+        if isinstance(error, TooLarge):
+            return self.fault(engine, "nonsense", 502, f"answered with more than {MAX_ANSWER_BYTES} bytes")
         return self.fault(engine, "disconnected", 502, "broke off the connection")
 
     def fault(self, engine: Engine, kind: FaultKind, status: int, what: str) -> EngineFault:

@@ -14,10 +14,10 @@ import aiohttp
 from aiohttp import web
 
 from connectors.wire import sse
+from router.app import clients_runner, open_router, operators_runner
 from router.config import RouterConfig
-from router.context import ROUTER, Router
+from router.context import Router
 from router.member import Engine
-from router.run import make_runner
 from tests.stub_engine import StubEngine
 
 NOBODY = "http://127.0.0.1:1"
@@ -35,8 +35,10 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
 
 
 def pretend_ready(engine: Engine, like: Engine) -> None:
-    """Have the router believe that an engine is up, and such as another."""
-    engine.models, engine.known, engine.health = like.models, like.known, "ready"
+    """Have the router believe that an engine is up, such as another, and longer idle."""
+    engine.models, engine.known = like.models, like.known
+    engine.turn_to("ready", "a test says so")
+    like.last = engine.last + 1
 
 
 @dataclass
@@ -133,20 +135,32 @@ async def router_over(
     settings.setdefault("redis_timeout", 2.0)  # the machine that runs the tests may be busy
     settings.setdefault("outage_wait", 0.0)  # what nobody can serve is to fail at once, unless a test is about it
     config = RouterConfig(port=0, prefill=urls(prefill), decode=urls(decode), redis=redis, **settings)
-    runner = make_runner(config)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with open_router(config) as router, listening(clients_runner(router)) as url:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
             connector=connector, auto_decompress=False, timeout=aiohttp.ClientTimeout(total=30)
         ) as client:
-            front = Front(url, runner.app[ROUTER], client)
+            front = Front(url, router, client)
             if wait:
                 known = [engine for engine in front.router.pool.engines if engine.url != NOBODY]
                 await until(lambda: all(engine.state == "ready" for engine in known), "engines are ready")
             yield front
             await until(front.is_idle, "no turn and no engine request is left")
+
+
+@asynccontextmanager
+async def operator(front: Front) -> AsyncIterator[aiohttp.ClientSession]:
+    """Who asks on the operators' port."""
+    async with listening(operators_runner(front.router)) as url, aiohttp.ClientSession(url) as client:
+        yield client
+
+
+@asynccontextmanager
+async def listening(runner: web.BaseRunner) -> AsyncIterator[str]:
+    """On a port of its own; its URL."""
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

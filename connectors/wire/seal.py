@@ -14,6 +14,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -24,6 +25,8 @@ SEAL_HEADER: Final = "X-Backhaul-Seal"
 SEAL_SECONDS: Final = 300.0
 """For how long a seal is good: what a request may queue on its way, and what two machines' clocks may differ by."""
 MIN_KEY_LENGTH: Final = 16
+NUM_REMEMBERED: Final = 16
+"""Seals made last."""
 
 _KV, _EC, _IDS = "kv_transfer_params", "ec_transfer_params", "prompt_token_ids"
 
@@ -38,6 +41,8 @@ class SealKeys:
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         assert keys
         self._keys = [hmac.new(key, digestmod="sha256") for key in keys]
+        # What prefill legs of first turns say is the same for all of one second.
+        self._newest = lru_cache(NUM_REMEMBERED)(partial(_mac, self._keys[0]))
 
     @classmethod
     def from_settings(cls, key: SecretStr | None, file: Path | None) -> Self | None:
@@ -64,7 +69,7 @@ class SealKeys:
     def seal(self, path: str, body: Mapping[str, Any], *, clock: Callable[[], float] = time.time) -> str:
         """The header's value for the transfer params of a body."""
         expiry = str(int(clock() + SEAL_SECONDS))
-        return f"{expiry}.{_mac(self._keys[0], path, expiry, body)}"
+        return f"{expiry}.{self._newest(_text(path, expiry, body))}"
 
     def check(
         self, seal: str | None, path: str, body: Mapping[str, Any], *, clock: Callable[[], float] = time.time
@@ -76,7 +81,8 @@ class SealKeys:
         if not (expiry.isascii() and expiry.isdigit() and len(expiry) < 20 and mac.isascii()):
             raise SealError("the seal is malformed")
         try:
-            good = any(hmac.compare_digest(mac, _mac(key, path, expiry, body)) for key in self._keys)
+            text = _text(path, expiry, body)
+            good = any(hmac.compare_digest(mac, _mac(key, text)) for key in self._keys)
         except (TypeError, ValueError, OverflowError, RecursionError):  # what no router can have written
             good = False
         if not good:
@@ -89,13 +95,18 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def _mac(keyed: hmac.HMAC, path: str, expiry: str, body: Mapping[str, Any]) -> str:
-    """`keyed`: an HMAC of the key and nothing else, which is copied rather than made anew."""
+def _text(path: str, expiry: str, body: Mapping[str, Any]) -> bytes:
+    """What is sealed."""
     kv, ids = body.get(_KV), b""
     if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list):
         ids = hashlib.sha256(array("I", given).tobytes()).digest()  # as JSON they would cost more than all the rest
         kv = kv.copy()
         del kv[_IDS]
+    return orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS) + ids
+
+
+def _mac(keyed: hmac.HMAC, text: bytes) -> str:
+    """`keyed`: an HMAC of the key and nothing else, which is copied rather than made anew."""
     mac = keyed.copy()
-    mac.update(orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS) + ids)
+    mac.update(text)
     return mac.hexdigest()

@@ -115,9 +115,9 @@ class KVTransferParams(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """The dictionary to send: the keys that were given, the unknown ones included, and no others."""
         # All values are plain JSON: to dump the model would copy every id and hash.
-        given = self.model_fields_set
+        given = self.__pydantic_fields_set__
         told = {key: value for key, value in self.__dict__.items() if key in given}
-        return {**told, **(self.model_extra or {})}
+        return {**told, **(self.__pydantic_extra__ or {})}
 
     def with_(self, **changes: Any) -> Self:
         """A validated copy with these keys set."""
@@ -135,9 +135,25 @@ class KVTransferParams(BaseModel):
         Raises WireError if blocks are named but the owner is not, or if they cannot hold `remote_num_tokens`
         (given the reader's `block_size`): such a dictionary would hang or corrupt the reader.
         """
+        if not self._names_blocks(block_size):
+            return None
+        [blocks] = self.remote_block_ids or []
+        return RemoteBlocks(
+            engine_id=str(self.remote_engine_id),
+            request_id=str(self.remote_request_id),
+            host=str(self.remote_host),
+            port=int(self.remote_port or 0),
+            block_ids=tuple(blocks),
+            num_tokens=self.remote_num_tokens or 0,
+            block_hashes=tuple(self.remote_block_hashes or ()),
+            kv_layout=self.kv_layout,
+        )
+
+    def _names_blocks(self, block_size: int | None = None) -> bool:
+        """Whether it does; raises WireError as `remote_blocks`."""
         groups = self.remote_block_ids
         if not groups or not any(groups):
-            return None
+            return False
         if len(groups) != 1:
             raise WireError("kv_transfer_params.remote_block_ids", f"one KV-cache group expected, got {len(groups)}")
         for key in _REMOTE_KEYS:
@@ -154,16 +170,7 @@ class KVTransferParams(BaseModel):
         hashes = self.remote_block_hashes or []
         if hashes and len(hashes) != len(blocks):
             raise WireError("kv_transfer_params.remote_block_hashes", f"{len(blocks)} expected, got {len(hashes)}")
-        return RemoteBlocks(
-            engine_id=str(self.remote_engine_id),
-            request_id=str(self.remote_request_id),
-            host=str(self.remote_host),
-            port=int(self.remote_port or 0),
-            block_ids=tuple(blocks),
-            num_tokens=tokens,
-            block_hashes=tuple(hashes),
-            kv_layout=self.kv_layout,
-        )
+        return True
 
     def trimmed(self, num_tokens: int, *, block_size: int | None = None) -> KVTransferParams | None:
         """The same offer for the first `num_tokens` tokens only: blocks, hashes and token count cut together.
@@ -221,7 +228,7 @@ class KVTransferParams(BaseModel):
 
         Raises WireError if P's answer does not name blocks to pull: a D told to pull without them may hang.
         """
-        if not self.do_remote_prefill or self.remote_blocks() is None:
+        if not self.do_remote_prefill or not self._names_blocks():
             raise WireError("kv_transfer_params.remote_block_ids", "the prefill answer names no blocks to pull")
         return self.without(*_ENGINE_INTERNAL, "prompt_token_ids")
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from connectors.wire.openai import APIError, bad_request
 from router import jsontext
 from router.body import read_object
-from router.context import ROUTER, Router
+from router.context import Request, Router
 from router.request import Turn, tenant_of
 from router.siblings import Answer
 
@@ -20,16 +20,15 @@ MAX_CHARS: Final = 160
 """Of what may be an id: that of a request, and what an answer's has before it."""
 
 
-async def abort_requests(request: web.Request) -> web.Response:
+async def abort_requests(router: Router, request: Request) -> web.Response:
     """Their answers end with the finish reason "abort" where the engine can say so, else with an error. Ids that are
     not this client's, or whose requests have ended, are passed over."""
-    router = request.app[ROUTER]
     names = (await read_object(request, router.config.max_body_bytes)).get("request_ids")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise bad_request("A list of request ids expected.", param="request_ids")
     if len(names) > MAX_REQUEST_IDS:
         raise bad_request(f"At most {MAX_REQUEST_IDS} ids are possible.", param="request_ids")
-    tenant = tenant_of(router, request)
+    tenant = tenant_of(router, request.headers)
     asked = jsontext.dumps([tenant, [name for name in names if len(name) <= MAX_CHARS]])
     numbers = [jsontext.loads(answer) for answer in await router.siblings.gather(ABORT, asked)]
     return web.json_response({"aborted": sum(numbers)})

@@ -10,7 +10,7 @@ from connectors.wire.openai import bad_request, model_not_found, unavailable
 from router import headers
 from router.body import read_object
 from router.clean import without_engine_talk
-from router.context import REQUEST_ID, ROUTER, Router
+from router.context import Request, Router
 from router.faults import EngineFault
 from router.member import Engine, Role
 
@@ -25,31 +25,30 @@ GETS: Final = ("/version", "/tokenizer_info", "/v1/{rest:.+}")
 NO_GETS: Final = frozenset({*POSTS, "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
-async def post(request: web.Request) -> web.Response:
-    router = request.app[ROUTER]
+async def post(router: Router, request: Request) -> web.Response:
     body = await read_object(request, router.config.max_body_bytes)
     body = without_engine_talk(body, request.headers, refuse=router.config.client_transfer_params == "refuse")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_request("A string expected.", param="model")
-    rather: Role = "decode" if request.match_info else "prefill"  # what has an id was made by a decode engine
+    rather: Role = "prefill" if request.path in POSTS else "decode"  # what has an id was made by a decode engine
     return await _ask(router, request, model, body, rather=rather)
 
 
-async def get(request: web.Request) -> web.Response:
+async def get(router: Router, request: Request) -> web.Response:
     if request.path in NO_GETS:
         raise web.HTTPMethodNotAllowed(request.method, ["POST"])
     if request.method != "GET":
         raise web.HTTPNotFound
-    return await _ask(request.app[ROUTER], request, None, None, rather="decode")
+    return await _ask(router, request, None, None, rather="decode")
 
 
 async def _ask(
-    router: Router, request: web.Request, model: str | None, body: dict[str, object] | None, *, rather: Role
+    router: Router, request: Request, model: str | None, body: dict[str, object] | None, *, rather: Role
 ) -> web.Response:
     """The answer of one engine; of another if that one cannot answer, or its own at a second try if it broke off."""
     tried: set[str] = set()
-    leg_headers = headers.onward(request.headers, request[REQUEST_ID])
+    leg_headers = headers.onward(request.headers, request.id)
     for last in (False, True):
         engine = _choose(router, model, rather, tried)
         try:

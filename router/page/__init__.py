@@ -3,11 +3,14 @@ it shows it fetches from /admin/status."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Final
 
 from aiohttp import web
+
+from router.context import Request, Router
+from router.front import Handler
 
 FILES: Final = {
     "/": ("index.html", "text/html"),
@@ -29,8 +32,6 @@ HEADERS: Final = {
     "Cache-Control": "no-cache",
 }
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
-
 
 def routes() -> Iterator[tuple[str, Handler]]:
     """Path and handler of each file."""
@@ -39,7 +40,7 @@ def routes() -> Iterator[tuple[str, Handler]]:
 
 
 def _serving(body: bytes, kind: str) -> Handler:
-    async def serve(_: web.Request) -> web.Response:
+    async def serve(_: Router, __: Request) -> web.Response:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     return serve

@@ -8,18 +8,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from playwright.async_api import Page, expect
 
 from router import page as page_files
-from router.app import build_admin_app
+from router.app import operators_runner
+from router.context import Router
 from tests.page.conftest import SHOTS, Opening
 from tests.page.scenario import busy_status
-from tests.router_harness import CHAT, router_over
+from tests.router_harness import CHAT, listening, router_over
 from tests.stub_engine import StubEngine
 
 AXE = Path(__file__).parent / "node_modules/axe-core/axe.min.js"
@@ -43,25 +45,24 @@ class Told:
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+async def telling(**changes: Any) -> AsyncIterator[Told]:
+    told = Told(status=busy_status(time.time()) | changes)
+    async with serving(app_of(told)) as told.url:
+        yield told
+
+
+def app_of(told: Told) -> web.Application:
+    app = web.Application()
+    for path, handler in page_files.routes():
+        app.router.add_get(path, partial(handler, cast(Router, None)))
+    app.router.add_get("/admin/status", told.answer)
+    return app
 
 
 @asynccontextmanager
-async def telling(**changes: Any) -> AsyncIterator[Told]:
-    told = Told(status=busy_status(time.time()) | changes)
-    app = web.Application()
-    for path, handler in page_files.routes():
-        app.router.add_get(path, handler)
-    app.router.add_get("/admin/status", told.answer)
-    async with serving(app) as told.url:
-        yield told
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    async with listening(web.AppRunner(app, access_log=None, shutdown_timeout=0.1)) as url:
+        yield f"{url}/"
 
 
 async def test_shows_a_real_router(opened: Opening) -> None:
@@ -73,7 +74,7 @@ async def test_shows_a_real_router(opened: Opening) -> None:
         assert (await front.post(CHAT)).status == 200
         assert (await front.post({**CHAT, "stream": True})).status == 200
         assert (await front.post(b"{")).status == 400
-        async with serving(build_admin_app(front.router)) as url, opened(url) as page:
+        async with listening(operators_runner(front.router)) as url, opened(url) as page:
             await expect(page.locator("#state")).to_have_text("Ready")
             await expect(page).to_have_title("Ready – Backhaul router")
             engines = page.locator("#engines tbody tr")
@@ -249,11 +250,7 @@ async def test_names_of_any_length_fit(opened: Opening) -> None:
 async def test_works_below_another_path(opened: Opening) -> None:
     """As behind `kubectl proxy`, or an ingress for operators."""
     async with telling() as told:
-        inner = web.Application()
-        for path, handler in page_files.routes():
-            inner.router.add_get(path, handler)
-        inner.router.add_get("/admin/status", told.answer)
         app = web.Application()
-        app.add_subapp("/some/where", inner)
+        app.add_subapp("/some/where", app_of(told))
         async with serving(app) as url, opened(f"{url}some/where/") as page:
             await expect(page.locator("#state")).to_have_text("Ready")

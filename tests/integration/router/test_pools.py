@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
-from router.app import build_admin_app
 from router.discovery.follow import SETTINGS
 from router.discovery.source import Found
 from router.member import EJECTED_SECONDS, FAULTS_UNTIL_EJECTED
-from tests.router_harness import CHAT, Front, router_over, until
+from tests.router_harness import CHAT, Front, operator, router_over, until
 from tests.stub_engine import TEXT, StubEngine, refuse
 
 STREAM: dict[str, Any] = {**CHAT, "stream": True}
@@ -267,12 +265,6 @@ async def test_retries_end_when_too_many_turns_fail(redis_url: str) -> None:
         assert await front.metric("backhaul_router_retries_refused_total", leg="prefill") >= 5
         retries = await front.metric("backhaul_router_retries_total", leg="prefill")
         assert 0 < retries <= 30
-
-
-@asynccontextmanager
-async def operator(front: Front) -> AsyncIterator[TestClient[web.Request, web.Application]]:
-    async with TestClient(TestServer(build_admin_app(front.router))) as client:
-        yield client
 
 
 async def test_operator_drains_an_engine_and_takes_it_back(redis_url: str) -> None:

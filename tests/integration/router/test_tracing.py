@@ -17,8 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from router import otel
+from router.app import check_settings
 from router.config import RouterConfig
-from router.run import make_runner
+from router.report import Report
 from tests.router_harness import CHAT, NOBODY, router_over
 from tests.stub_engine import StubEngine
 
@@ -218,6 +219,23 @@ async def test_no_collector_is_no_matter_for_turns_or_the_end(monkeypatch: pytes
         assert (await front.post(CHAT)).status == 200
 
 
+async def test_why_traces_are_not_taken_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(otel, "EXPORT_SECONDS", 1.5)
+    sender = otel.exporter_to(f"{NOBODY}/v1/traces")
+    tracing = otel.OTelTracing(sender, 1.0)
+    for number in range(2):
+        tracing.begin(report := Report(str(number), "chat"), {})
+        assert report.span is not None
+        report.span.end(report)
+        await asyncio.to_thread(sender.force_flush)
+    await tracing.close()
+    told = [record for record in caplog.records if record.name == "router.traces"]
+    assert len(told) == 1
+    assert "refused" in told[0].reason  # type: ignore[attr-defined]
+
+
 async def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(otel, "EXPORT_SECONDS", 0.5)
@@ -244,7 +262,7 @@ def test_tracing_without_its_extra_is_a_mistake_in_the_settings(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "router.otel", None)
     config = RouterConfig(decode=(NOBODY,), trace_endpoint="http://collector:4318/v1/traces")
     with pytest.raises(ValueError, match=r"^trace_endpoint needs .*: pip install '.\[tracing\]' in Backhaul's folder$"):
-        make_runner(config)
+        check_settings(config)
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://collector:4318", "grpc://collector:4317/v1/traces"])

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.wire.openai import APIError
-from router import plan as planning
-from router.capabilities import FACTS, Capabilities, Kind, assumed, exchanges, lowers, merged, mismatch
+from router.capabilities import FACTS, Capabilities, assumed, exchanges, lowers, merged, mismatch
 from router.plan import Facts, Lack
 from router.verify import Why
-from tests.unit.router.candidates import EngineView
+from tests.unit.router.candidates import CAPABILITIES, EngineView, plan_over, pools
 
 OURS = Capabilities(kind="backhaul", version="0.1.0", kv_layout="a")
 VLLM = Capabilities(kind="vllm", version="0.32.0", block_size=32)
@@ -82,7 +81,7 @@ def test_what_vllm_lacks_is_said_in_words() -> None:
 # Plans over mixed pools.
 
 
-make_plan = partial(planning.make_plan, draw=random.Random(7))
+make_plan = partial(plan_over, draw=random.Random(7))
 
 
 def up(url: str, known: Capabilities, in_flight: int = 0, *, pulls: bool = True) -> EngineView:
@@ -143,36 +142,9 @@ def test_token_turns_pass_by_engines_that_do_not_serve_them() -> None:
     assert make_plan(facts, [up("p1", without)], [up("d1", without)]).decode == "d1"
 
 
-capabilities = st.builds(
-    Capabilities,
-    kind=st.sampled_from([None, *get_args(Kind)]),
-    version=st.sampled_from([None, "0.32.0", "0.33.0"]),
-    block_size=st.sampled_from([None, 16, 32]),
-    kv_layout=st.sampled_from([None, "a", "b"]),
-    bidirectional=st.sampled_from([None, False, True]),
-    scale_out=st.sampled_from([None, False, True]),
-)
-
-
-def pool(role: str) -> st.SearchStrategy[list[EngineView]]:
-    view = st.builds(
-        EngineView,
-        url=st.sampled_from([f"{role}{number}" for number in range(6)]),
-        ready=st.sampled_from([True, True, False]),
-        models=st.sampled_from([frozenset("m"), frozenset("mn"), frozenset("n")]),
-        load=st.integers(0, 9),
-        can=capabilities,
-        pulls=st.booleans(),
-        spared=st.booleans(),
-        readable=st.booleans(),
-        engine_id=st.sampled_from([None, "e0", "e1"]),
-    )
-    return st.lists(view, max_size=6, unique_by=lambda one: one.url)
-
-
 @given(
-    pool("p"),
-    pool("d"),
+    pools("p"),
+    pools("d"),
     st.builds(
         Facts,
         model=st.just("m"),
@@ -221,7 +193,7 @@ def test_no_plan_hands_kv_to_an_engine_that_cannot_use_it(
     assert not plan.pull or plan.prefill is not None
 
 
-@given(capabilities, capabilities)
+@given(CAPABILITIES, CAPABILITIES)
 def test_exchange_is_mutual(one: Capabilities, other: Capabilities) -> None:
     assert mismatch(one, other) == mismatch(other, one)
     assert exchanges(one, one)

@@ -12,7 +12,8 @@ import pytest
 
 from router import choose, plan
 from router.plan import Facts
-from tests.unit.router.candidates import EngineView
+from router.roster import Roster
+from tests.unit.router.candidates import EngineView, plan_over
 
 M = frozenset({"m"})
 
@@ -26,7 +27,7 @@ def prefix(text: str) -> bytes:
 
 
 def chosen(able: list[EngineView], *, last: str | None = None, by: bytes | None = None, slack: float = 4) -> str:
-    return choose.choose(able, last, slack, prefix=by, draw=random.Random(1)).url
+    return choose.choose(Roster(able).able("m"), last, slack=slack, prefix=by, draw=random.Random(1)).url
 
 
 @pytest.mark.parametrize(
@@ -50,14 +51,16 @@ def test_two_drawn_at_random_spread_requests_nearly_evenly() -> None:
     loads = dict.fromkeys("abcdefgh", 0)
     for number in range(800):
         able = [up(url, load, number) for url, load in loads.items()]
-        loads[choose.choose(able, None, 4, prefix=None, draw=draw).url] += 1
+        loads[choose.choose(Roster(able).able("m"), None, slack=4, prefix=None, draw=draw).url] += 1
     assert max(loads.values()) - min(loads.values()) <= 5
 
 
 def test_the_busiest_of_many_is_never_drawn() -> None:
     able = [up(url, 1) for url in "abcdefg"] + [up("busy", 100)]
     draw = random.Random(4)
-    assert "busy" not in {choose.choose(able, None, 4, prefix=None, draw=draw).url for _ in range(500)}
+    assert "busy" not in {
+        choose.choose(Roster(able).able("m"), None, slack=4, prefix=None, draw=draw).url for _ in range(500)
+    }
 
 
 def test_prompts_that_begin_alike_go_to_one_engine_and_others_elsewhere() -> None:
@@ -84,7 +87,7 @@ def test_when_engines_change_only_what_they_get_or_had_is_moved(change: str) -> 
     """A thousand conversations on four engines; those with state do not move at all."""
     before = [up(f"http://10.0.0.{number}:8000") for number in range(1, 5)]
     after = [*before, up("http://10.0.0.5:8000")] if change == "one more" else before[1:]
-    make = partial(plan.make_plan, prefill=[], has_prefill=False, draw=random.Random(5))
+    make = partial(plan_over, prefill=[], has_prefill=False, draw=random.Random(5))
     homes = {n: make(Facts("m", prefix=prefix(str(n))), decode=before).decode for n in range(1000)}
     new_homes = {n: make(Facts("m", prefix=prefix(str(n))), decode=after).decode for n in range(1000)}
     moved = {n for n in homes if homes[n] != new_homes[n]}
@@ -107,23 +110,21 @@ def test_when_engines_change_only_what_they_get_or_had_is_moved(change: str) -> 
 def test_blocks_of_an_engine_that_was_started_anew_are_not_offered(owner: str | None, kv: str) -> None:
     d = up("d")._replace(engine_id="e1")
     facts = Facts("m", last_decode="d", why="offered", owner=owner)
-    made = plan.make_plan(facts, [up("p")], [d], draw=random.Random(1))
+    made = plan_over(facts, [up("p")], [d], draw=random.Random(1))
     assert (made.kv, made.pull) == (kv, kv == "offered")
 
 
 def test_engine_that_drains_may_still_be_read() -> None:
     gone = up("d1")._replace(ready=False)
     facts = Facts("m", last_decode="d1", why="offered")
-    made = plan.make_plan(facts, [up("p")], [gone, up("d2")], draw=random.Random(1))
+    made = plan_over(facts, [up("p")], [gone, up("d2")], draw=random.Random(1))
     assert (made.decode, made.reason, made.pull) == ("d2", "moved", True)
-    made = plan.make_plan(replace(facts), [up("p")], [gone._replace(readable=False), up("d2")], draw=random.Random(1))
+    made = plan_over(replace(facts), [up("p")], [gone._replace(readable=False), up("d2")], draw=random.Random(1))
     assert (made.decode, made.kv, made.pull) == ("d2", "owner_down", False)
 
 
 def test_model_of_engines_that_have_left_is_503_and_no_other() -> None:
     for served, status in (({"m"}, 503), (set(), 404)):
         with pytest.raises(plan.APIError) as refused:
-            plan.make_plan(
-                Facts("m"), [], [up("d")._replace(models=frozenset("x"))], draw=random.Random(1), served=served
-            )
+            plan_over(Facts("m"), [], [up("d")._replace(models=frozenset("x"))], draw=random.Random(1), served=served)
         assert refused.value.status == status

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,8 +337,9 @@ def test_peer_waits_while_nobody_reads() -> None:
 def test_what_is_left_unread_of_a_complete_answer_does_not_stop_the_next() -> None:
     one = asked()
     size = 2 * MAX_BUFFERED_BYTES
-    one.connection.data_received(OK + b"Content-Length: %d\r\n\r\n%s" % (size, b"x" * size))
+    one.connection.data_received(OK + b"Content-Length: %d\r\n\r\n%s" % (size, b"x" * (size - 1)))
     assert one.transport.is_paused
+    one.connection.data_received(b"x")
     assert one.connection.finish()
     assert not one.transport.is_paused
     again = asked(one.connection, one.transport).feed([OK + b"Content-Length: 2\r\n\r\nab"])
@@ -399,3 +401,85 @@ async def test_connection_lost_before_it_was_used() -> None:
     connection.connection_lost(None)
     with pytest.raises(Disconnected):
         await exchange(connection)
+
+
+class Timer:
+    def __init__(self, when: float, call: Callable[[], None]) -> None:
+        self._when, self.call, self.is_cancelled = when, call, False
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Timed:
+    """The running loop, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Timer] = []
+        self.create_future = asyncio.get_running_loop().create_future
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, call: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(when, call))
+        return self.timers[-1]
+
+    def turn_to(self, now: float) -> None:
+        self.now = now
+        for timer in [one for one in self.timers if one.when() <= now and not one.is_cancelled]:
+            self.timers.remove(timer)
+            timer.call()
+
+
+@asynccontextmanager
+async def waiting(connection: Connection, due: float) -> AsyncIterator[asyncio.Task[None]]:
+    """For an answer to a request."""
+    await connection.send(b"GET / HTTP/1.1\r\n\r\n", b"")
+    task = asyncio.create_task(connection.begun(due))
+    await asyncio.sleep(0)
+    yield task
+    await asyncio.wait([task])
+
+
+def timed() -> tuple[Timed, Connection]:
+    loop = Timed()
+    connection = Connection(loop)  # type: ignore[arg-type]
+    connection.connection_made(Transport())
+    return loop, connection
+
+
+async def test_timer_of_an_answer_serves_the_next() -> None:
+    loop, connection = timed()
+    for due in (10.0, 11.0, 12.0):
+        async with waiting(connection, due) as answer:
+            connection.data_received(OK + b"Content-Length: 0\r\n\r\n")
+        assert answer.exception() is None
+    assert [timer.when() for timer in loop.timers] == [10.0]
+    async with waiting(connection, 20.0) as answer:
+        loop.turn_to(10.0)
+        await asyncio.sleep(0)
+        assert not answer.done(), "it has time until 20"
+        loop.turn_to(20.0)
+    assert isinstance(answer.exception(), TimeoutError)
+
+
+async def test_time_is_over_before_that_of_the_last_answer() -> None:
+    loop, connection = timed()
+    async with waiting(connection, 100.0):
+        connection.data_received(OK + b"Content-Length: 0\r\n\r\n")
+    async with waiting(connection, 1.0) as answer:
+        loop.turn_to(1.0)
+    assert isinstance(answer.exception(), TimeoutError)
+
+
+async def test_no_timer_is_left_of_a_connection_that_is_gone() -> None:
+    loop, connection = timed()
+    async with waiting(connection, 100.0) as answer:
+        connection.connection_lost(None)
+    assert isinstance(answer.exception(), Disconnected)
+    assert all(timer.is_cancelled for timer in loop.timers)

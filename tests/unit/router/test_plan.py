@@ -10,15 +10,14 @@ from typing import get_args
 import pytest
 
 from connectors.wire.openai import APIError
-from router import plan
 from router.plan import KV_REASONS, REASONS, Facts, Plan
 from router.verify import Why
-from tests.unit.router.candidates import EngineView
+from tests.unit.router.candidates import EngineView, plan_over
 
 M = frozenset({"m"})
 
 
-make_plan = partial(plan.make_plan, draw=random.Random(7))
+make_plan = partial(plan_over, draw=random.Random(7))
 
 
 def up(url: str, load: float = 0, last: int = 0, *, models: frozenset[str] = M) -> EngineView:

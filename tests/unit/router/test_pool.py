@@ -149,3 +149,41 @@ async def test_encoders_are_engines_that_generate_nothing() -> None:
     asked = pool.one_ready("m", rather=[B])
     assert asked is not None
     assert asked.url == A
+
+
+async def test_ids_of_a_prompt_are_asked_of_the_engines_of_the_last_turn_unless_they_are_spared() -> None:
+    pool = Pool(["prefill", "decode"])
+    pool.update("prefill", "s", [Found(A), Found(B)])
+    pool.update("decode", "s", [Found(C)])
+    for engine in pool.engines:
+        engine.heard({"m": {"id": "m"}})
+    a, b, c = pool.engines
+
+    def asked(*rather: str | None) -> object:
+        return pool.one_ready("m", rather=rather)
+
+    b.in_flight = 9
+    assert [asked(B, C), asked(None, C), asked(None, None), asked("http://10.0.0.9:8000", None)] == [b, c, a, a]
+    b.spare(5.0)
+    assert asked(B, C) is c
+    c.spare(5.0)
+    assert asked(B, C) is a
+    a.known.saw("tokenize", False)
+    assert asked(B, C) is c, "spared is better than not able to"
+    for engine in (b, c):
+        engine.lost("connection refused")
+    assert asked(B, C) is None
+    assert pool.one_ready("other", rather=(A, None)) is None
+
+
+async def test_only_engines_behind_a_lost_connection_are_in_doubt() -> None:
+    pool = Pool(["prefill", "decode"])
+    pool.update("prefill", "s", [Found(A), Found(B)])
+    pool.update("decode", "s", [Found(B)])
+    pool.doubt(pool.prefill[1].origin)
+    assert [engine.doubt.is_set() for engine in pool.engines] == [False, True, True]
+    gone = pool.decode[0]
+    gone.doubt.clear()
+    pool.update("decode", "s", [])
+    pool.doubt(gone.origin)
+    assert not gone.doubt.is_set()

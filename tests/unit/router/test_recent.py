@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -76,7 +77,7 @@ def test_what_is_old_goes() -> None:
 
 def test_a_turn_is_told_without_its_id_or_a_password() -> None:
     recent = Recent(Clock())
-    report = turn(trace_id="the-trace", prompt_tokens=3, phases={"decode": 0.25})
+    report = turn(trace_id="the-trace", prompt_tokens=3, phases=defaultdict(float, decode=0.25))
     recent.add(report, 0.5)
     told = recent.describe()
     text = json.dumps(told)
