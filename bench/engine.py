@@ -1,7 +1,7 @@
 """The engine's model runner against the machine's limits and against transformers, all in one run.
 
     python -m bench.engine [--model PATH] [--dtype float32] [--threads N] [--rounds 3] [--batches 1,8]
-                           [--prefills 512,2048] [--quantization int8]
+                           [--prefills 512,2048] [--contexts 256] [--quantization int8]
 
 Rounds alternate between a probe of the machine, our runner and transformers, for each line of the table; each figure
 is the median over the rounds. "of limit" is the time the machine would need at the least, over the time taken: all
@@ -12,10 +12,11 @@ probes taken just before and after.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from engine.runner import Runner
 
 DEFAULT_MODEL = Path.home() / ".cache/backhaul/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCK_SIZE = 16
-DECODE_CONTEXT = 256
 DECODE_STEPS = 16
 
 
@@ -129,6 +129,7 @@ class Line:
     """Weights, in the form they are kept in, and KV."""
     decode: bool
     prompts: list[list[int]]
+    """One for each sequence, all of the same length."""
 
     def least_time(self, gemm_flops: float, read_bytes: float) -> tuple[float, str]:
         """Seconds on a machine of these rates, and which of them it is that matters."""
@@ -139,8 +140,15 @@ class Line:
 
 
 def lines(
-    loaded: LoadedModel, dtype: torch.dtype, prefills: list[int], batches: list[int], *, quantized: bool
+    loaded: LoadedModel,
+    dtype: torch.dtype,
+    prefills: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    quantized: bool,
 ) -> list[Line]:
+    """The rows of the table; `dtype`: of the KV; `quantized`: whether weights are read as the file has them."""
     config = loaded.config
     chooser = random.Random(0)
 
@@ -163,13 +171,17 @@ def lines(
         attention = 2 * config.num_layers * width * length**2
         flops = 2 * matrices * length + attention
         found.append(Line(f"prefill {length}", length, flops, weight_bytes, False, [prompt(length)]))
-    for batch in batches:
-        context = DECODE_CONTEXT + DECODE_STEPS // 2
+    for length, batch in itertools.product(contexts, batches):
+        context = length + DECODE_STEPS // 2
         read = weight_bytes + batch * context * kv_bytes
-        prompts = [prompt(DECODE_CONTEXT) for _ in range(batch)]
+        prompts = [prompt(length) for _ in range(batch)]
         flops = 2 * batch * (matrices + head) + 4 * batch * context * config.num_layers * width
-        found.append(Line(f"decode batch {batch}, context {DECODE_CONTEXT}", batch, flops, read, True, prompts))
+        found.append(Line(f"decode batch {batch}, context {length}", batch, flops, read, True, prompts))
     return found
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -186,6 +198,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefills", default="512,2048", help="prompt lengths, separated by commas; may be empty")
     parser.add_argument("--batches", default="1,8", help="decode batch sizes, separated by commas")
+    parser.add_argument("--contexts", default="256", help="tokens before each decoded one, separated by commas")
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--without-kernels", action="store_true", help="measure the torch fallback")
     parser.add_argument("--without-transformers", action="store_true")
@@ -193,13 +206,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
-    prefills = [int(length) for length in arguments.prefills.split(",") if length]
-    batches = [int(batch) for batch in arguments.batches.split(",")]
+    prefills, batches, contexts = map(numbers, (arguments.prefills, arguments.batches, arguments.contexts))
 
     loaded = load_model(arguments.model, dtype=dtype, quantization=arguments.quantization)
     config = loaded.config
-    table = lines(loaded, dtype, prefills, batches, quantized=not arguments.without_kernels)
-    longest = max([*prefills, max(batches) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE)])
+    table = lines(loaded, dtype, prefills, batches, contexts, quantized=not arguments.without_kernels)
+    longest = max([*prefills, max(batches) * (max(contexts) + DECODE_STEPS + BLOCK_SIZE)])
     num_blocks = longest // BLOCK_SIZE + 1
     cache = KVCache(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype), num_blocks)
     runner = Runner(loaded, cache, max_num_seqs=max(batches), use_kernels=not arguments.without_kernels)

@@ -48,23 +48,31 @@ class Case:
     text_bytes: int
     """Of the prompt."""
     stream: bool = False
+    named: bool = False
+    """The client names the conversation. Otherwise a chat is found by its messages, and a completion by nothing."""
     goes_on: bool = False
     """Each connection is a conversation, of which every request is the next turn."""
+    chat: bool = True
 
     @property
     def body(self) -> dict[str, Any]:
         text = ("All work and no play makes a dull benchmark. " * (self.text_bytes // 45 + 1))[: self.text_bytes]
-        messages = [{"role": "user", "content": f"Question ########. {text}"}]
-        name = {"conversation_id": "conversation-########"} if self.goes_on else {}
+        asked = f"Question ########. {text}"
+        prompt = {"messages": [{"role": "user", "content": asked}]} if self.chat else {"prompt": asked}
+        name = {"conversation_id": "conversation-########"} if self.named else {}
         # The mark is replaced where it stands first.
-        return {"model": "stub", **name, "messages": messages, "max_tokens": CHUNKS, "stream": self.stream}
+        return {"model": "stub", **name, **prompt, "max_tokens": CHUNKS, "stream": self.stream}
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
 
 CASES: Final = (
     Case("whole", "answer in one piece, small body", 60),
     Case("whole-30k", "answer in one piece, body of 30 KB", 30_000),
     Case("stream", f"stream of {CHUNKS} events, small body", 60, stream=True),
-    Case("later", "later turns, body of 6 KB", 6_000, goes_on=True),
+    Case("later", "later turns, body of 6 KB", 6_000, named=True, goes_on=True),
 )
 
 
@@ -95,14 +103,14 @@ class Bench:
         taken: dict[bool, dict[str, Load]] = {False: {}, True: {}}
         for name, port in ports.items():
             for case in (CASES[0], CASES[2]):
-                taken[case.stream][name] = await self.parts.load(
+                taken[case.stream][name] = await self.parts.launcher.load(
                     port, case.body, "--rate", rate, "--seconds", self.seconds, "--first", self._next()
                 )
         self.latencies.append(Latency(taken[False], taken[True]))
 
     async def _load(self, case: Case, side: SideName, seconds: float) -> Load:
         numbers = ("--number", "connection") if case.goes_on else ("--first", self._next())
-        return await self.parts.load(
+        return await self.parts.launcher.load(
             self.parts.sides[side].port, case.body, "--connections", CONNECTIONS, "--seconds", seconds, *numbers
         )
 

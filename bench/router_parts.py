@@ -46,8 +46,15 @@ class Side:
         return int(self.url.rsplit(":", 1)[1])
 
     def cpu_seconds(self) -> float:
-        times = psutil.Process(self.child.pid).cpu_times()
-        return float(times.user + times.system)
+        times = [process.cpu_times() for process in self._processes()]
+        return float(sum(one.user + one.system for one in times))
+
+    def rss_mib(self) -> float:
+        return float(sum(process.memory_info().rss for process in self._processes()) / 2**20)
+
+    def _processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.child.pid)
+        return [main, *main.children(recursive=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +65,42 @@ class Load:
     good: int
     bad: int
     events: int
+    event_seconds: float
+    """From the first event of all to the last."""
     p50_ms: float
     p99_ms: float
     first_p50_ms: float
     first_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_mean_ms: float
+    """Between two events of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Launcher:
+    """Starts what a benchmark needs, until its stack is closed."""
+
+    stack: AsyncExitStack
     folder: Path
-    prefill: int
-    decode: int
-    """Ports of the stub engines."""
-    sides: dict[SideName, Side]
-    core: int | None
-    """Of everything but the two sides; None if there is only one."""
+    measured: int | None
+    """The core of what is measured, and that of everything else; None if there is only one."""
+    others: int | None
+
+    async def start(self, name: str, command: Sequence[str], core: int | None, **env: str) -> Child:
+        child = await processes.start(name, command, log=self.folder / f"{name}.log", env=env)
+        return kept(self.stack, child, core)
+
+    async def store(self) -> str:
+        """The URL of a Valkey."""
+        store = await start_valkey(self.folder, self.folder / "store.log")
+        kept(self.stack, store.child, self.others)
+        return store.url
+
+    async def engine(self, name: str, *flags: str | int) -> int:
+        """The port of a stub engine with these flags."""
+        engine = await self.start(name, [str(build("stub_engine")), *map(str, flags)], self.others)
+        return int(await written(engine, engine.log))
 
     async def load(self, port: int, body: Any, *flags: str | int | float) -> Load:
         """Run the load generator with these flags against this port, until it has ended."""
@@ -81,14 +109,32 @@ class Parts:
         command = [str(build("load")), "--port", str(port), "--body", str(path), *map(str, flags)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         try:
-            _pin(process.pid, self.core)
-            seconds = float(flags[flags.index("--seconds") + 1])
-            printed, _ = await asyncio.wait_for(process.communicate(), seconds + LOAD_SECONDS)
+            _pin(process.pid, self.others)
+            given = sum(float(flags[flags.index(name) + 1]) for name in ("--seconds", "--patience") if name in flags)
+            printed, _ = await asyncio.wait_for(process.communicate(), given + LOAD_SECONDS)
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         return Load(**json.loads(printed))
+
+
+@asynccontextmanager
+async def launching() -> AsyncIterator[Launcher]:
+    cores = sorted(os.sched_getaffinity(0))
+    ours, others = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-bench-"))
+        yield Launcher(stack, Path(folder), ours, others)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    launcher: Launcher
+    prefill: int
+    decode: int
+    """Ports of the stub engines."""
+    sides: dict[SideName, Side]
 
     async def ready(self) -> None:
         """Wait until the router has seen both engines."""
@@ -112,32 +158,23 @@ class Parts:
 @asynccontextmanager
 async def running_parts(*, chunks: int, interval_us: int, profiles: Path | None = None) -> AsyncIterator[Parts]:
     """Everything up and ready; `profiles`: the folder that gets a profile of each side when it has ended."""
-    cores = sorted(os.sched_getaffinity(0))
-    ours, others = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-bench-")))
-
-        async def start(name: str, command: Sequence[str], core: int | None, **env: str) -> Child:
-            return kept(stack, await processes.start(name, command, log=folder / f"{name}.log", env=env), core)
-
-        store = await start_valkey(folder, folder / "store.log")
-        kept(stack, store.child, others)
-        stub = [str(build("stub_engine")), "--chunks", str(chunks), "--interval-us", str(interval_us)]
-        engines = [await start(role, stub, others) for role in ("prefill", "decode")]
-        ports = [int(await written(engine, engine.log)) for engine in engines]
+    async with launching() as launcher:
+        store = await launcher.store()
+        flags = ("--chunks", chunks, "--interval-us", interval_us)
+        ports = [await launcher.engine(role, *flags) for role in ("prefill", "decode")]
         pools = ["--prefill", f"http://127.0.0.1:{ports[0]}", "--decode", f"http://127.0.0.1:{ports[1]}"]
         commands: dict[SideName, list[str]] = {
             "backhaul": ["backhaul", "router", *pools, "--port", "0", "--drain-delay", "0", "--json-file"],
             "passthrough": ["bench.passthrough", *pools, "--json"],
         }
-        secrets = {"BACKHAUL_ROUTER_SEAL_KEY": new_key(), "BACKHAUL_ROUTER_REDIS": store.url}
+        secrets = {"BACKHAUL_ROUTER_SEAL_KEY": new_key(), "BACKHAUL_ROUTER_REDIS": store}
         sides: dict[SideName, Side] = {}
         for name, command in commands.items():
-            ready = folder / f"{name}.json"
-            profiled = [] if profiles is None else ["bench.profiled", str(profiles / name)]
-            child = await start(name, [sys.executable, "-m", *profiled, *command, str(ready)], ours, **secrets)
+            ready = launcher.folder / f"{name}.json"
+            python = [sys.executable, "-m", *([] if profiles is None else ["bench.profiled", str(profiles / name)])]
+            child = await launcher.start(name, [*python, *command, str(ready)], launcher.measured, **secrets)
             sides[name] = Side(child, json.loads(await written(child, ready))["url"])
-        parts = Parts(folder, ports[0], ports[1], sides, others)
+        parts = Parts(launcher, ports[0], ports[1], sides)
         await parts.ready()
         yield parts
 

@@ -59,11 +59,11 @@ def print_report(
     print(provenance())
     print("\nturns per second of one core, medians (and extremes) of the rounds\n")
     heads = ["", "Backhaul /core-s", "pass-through /core-s", "Backhaul /s", "pass-through /s", "ratio"]
-    _print_table(heads, [_row(cases[case], [run for run in runs if run.case == case]) for case in cases])
+    print_table(heads, [_row(cases[case], [run for run in runs if run.case == case]) for case in cases])
     for case in cases:
         if streamed := [run for run in runs if run.case == case and run.load.events]:
             told = (
-                f"{side} " + _spread([run.events_per_core_second for run in streamed if run.side == side], "{:,.0f}")
+                f"{side} " + spread([run.events_per_core_second for run in streamed if run.side == side], "{:,.0f}")
                 for side in SIDES
             )
             print(f"\n{cases[case]}: events per second of one core: {', '.join(told)}")
@@ -75,7 +75,7 @@ def print_report(
             _latency_row("answer in one piece", whole, "p50_ms", "p99_ms"),
             _latency_row("first byte of a stream", streams, "first_p50_ms", "first_p99_ms"),
         ]
-        _print_table(heads, rows)
+        print_table(heads, rows)
     print("\n" + "\n".join(_what_it_did(counters)))
 
 
@@ -84,9 +84,9 @@ def _row(what: str, runs: Sequence[Run]) -> list[str]:
     ratios = [a.per_core_second / b.per_core_second for a, b in zip(ours, other, strict=True) if b.load.good]
     return [
         what,
-        *(_spread([run.per_core_second for run in side], "{:,.0f}") for side in (ours, other)),
+        *(spread([run.per_core_second for run in side], "{:,.0f}") for side in (ours, other)),
         *(f"{statistics.median(run.per_second for run in side):,.0f}" for side in (ours, other)),
-        _spread(ratios, "{:.2f}"),
+        spread(ratios, "{:.2f}"),
     ]
 
 
@@ -118,14 +118,14 @@ def _what_it_did(counters: Mapping[str, float]) -> Iterator[str]:
         yield f"{title}: {', '.join(found) or 'none'}"
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     if not values:
         return "-"
     middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
     return f"{middle} ({low}-{high})"
 
 
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [heads, ["---", *("---:" for _ in heads[1:])], *rows]
     for line in lines:
         print("| " + " | ".join(line) + " |")

@@ -1,25 +1,28 @@
 // A load generator: one thread, epoll. Checks that every answer is complete, and prints one line of JSON.
 //
 //   load --port N --path PATH --body FILE --seconds S [--connections 64 | --rate R] [--number request|connection]
-//        [--first 0]
+//        [--first 0] [--patience 10]
 //
 // With `connections`: each sends its next request when it has its answer. With `rate`: so many requests a second,
 // whatever becomes of them, each timed from the moment when it was due. After `seconds` nothing more is asked, and
-// what is under way may end. `########` in the body becomes eight digits: a number that no other request (or
-// connection) of this run has, counted from `first`.
+// what is under way may end within `patience` seconds; so with 0 seconds each connection has one answer. `########` in
+// the body becomes eight digits: a number that no other request (or connection) of this run has, counted from `first`.
 //
 // An answer is good if its status is 200 and it is as long as it says; if it comes in chunks, it must end in [DONE].
+// Events are counted as they come, and a gap is the time between two of one answer: 0 for those that come together.
 #include "net.h"
 
-#define MOST_CONNECTIONS 512
+#define MOST_CONNECTIONS 2048
 #define MARK "########"
-#define PATIENCE_NS 10000000000u  // for what is under way at the end
+#define EVENT "data: {"
+#define IN_CHUNKS SIZE_MAX
 
 typedef struct {
-  int fd, busy, blocked;
-  Buffer out, in, body;      // `body`: the content of an answer's chunks
-  size_t sent, head, at;     // `at`: how far the chunks have been followed
+  int fd, busy, blocked, good;
+  Buffer out, in, body;      // `body`: the content of an answer's chunks, from its last event on
+  size_t sent, head, due;    // `due`: how long the answer's body is to be
   uint64_t started, first;   // `first`: when the first byte of the answer's body was here
+  uint64_t event;            // when the last event was here
   unsigned number;
 } Connection;
 
@@ -33,8 +36,8 @@ static Connection connections[MOST_CONNECTIONS];
 static Buffer request;       // head and body, the mark still in it
 static char *mark;
 static unsigned next_number;
-static uint64_t num_good, num_bad, num_events;
-static Samples latency, first_byte;
+static uint64_t num_good, num_bad, num_events, first_event, last_event;
+static Samples latency, first_byte, gap;
 
 static void add(Samples *s, uint64_t nanoseconds) {
   if (s->len == s->cap) {
@@ -79,8 +82,8 @@ static void flush(Connection *c) {
 static void ask(Connection *c, uint64_t due) {
   c->busy = 1;
   num_busy++;
-  c->sent = c->head = c->at = c->out.len = c->in.len = c->body.len = 0;
-  c->first = 0;
+  c->sent = c->head = c->out.len = c->in.len = c->body.len = 0;
+  c->first = c->event = 0;
   c->started = due;
   put(&c->out, request.data, request.len);
   if (mark) {
@@ -99,36 +102,56 @@ static void count(Connection *c, int good, uint64_t now) {
   num_good++;
   add(&latency, now - c->started);
   add(&first_byte, c->first - c->started);
-  const char *at = c->body.data, *end = at + c->body.len;
-  for (; at && (at = memmem(at, (size_t)(end - at), "data: {", 7)); at += 7) num_events++;
 }
 
-// Follows the chunks that have come. True at the last one.
-static int chunks_end(Connection *c) {
-  for (;;) {
-    const char *line = c->in.data + c->at, *end = memchr(line, '\n', c->in.len - c->at);
-    if (!end) return 0;
-    size_t head = (size_t)(end - line) + 1, size = strtoul(line, NULL, 16);
-    if (c->in.len - c->at < head + size + 2) return 0;
-    if (!size) return 1;
-    put(&c->body, line + head, size);
-    c->at += head + size + 2;
+static void forget(Buffer *b, size_t len) { memmove(b->data, b->data + len, b->len -= len); }
+
+static void count_events(Connection *c, uint64_t now) {
+  size_t from = 0;
+  for (const char *at; (at = memmem(c->body.data + from, c->body.len - from, EVENT, strlen(EVENT)));) {
+    from = (size_t)(at - c->body.data) + strlen(EVENT);
+    num_events++;
+    if (c->event) add(&gap, now - c->event);
+    if (!first_event) first_event = now;
+    c->event = last_event = now;
   }
+  if (from) forget(&c->body, from);
+}
+
+// Takes the chunks that have come. True at the last one.
+static int chunks_end(Connection *c, uint64_t now) {
+  size_t at = 0, is_last = 0;
+  while (!is_last) {
+    const char *line = c->in.data + at, *end = memchr(line, '\n', c->in.len - at);
+    if (!end) break;
+    size_t head = (size_t)(end - line) + 1, size = strtoul(line, NULL, 16);
+    if (c->in.len - at < head + size + 2) break;
+    put(&c->body, line + head, size);
+    at += head + size + 2;
+    is_last = !size;
+  }
+  if (!at) return 0;
+  forget(&c->in, at);
+  count_events(c, now);
+  return (int)is_last;
 }
 
 // Looks at what has come of an answer, and counts it once it is complete.
 static void look(Connection *c, uint64_t now) {
-  if (!c->head && !(c->head = c->at = head_length(c->in.data, c->in.len))) return;
-  if (!c->first && c->in.len > c->head) c->first = now;
-  int good = !memcmp(c->in.data, "HTTP/1.1 200 ", 13);
-  const char *length = header(c->in.data, c->head, "\r\nContent-Length:");
-  if (length) {
-    size_t size = c->in.len - c->head, due = strtoul(length, NULL, 10);
-    if (size >= due) count(c, good && size == due, now);
-  } else if (chunks_end(c)) {
+  if (!c->head) {
+    if (!(c->head = head_length(c->in.data, c->in.len))) return;
+    c->good = !memcmp(c->in.data, "HTTP/1.1 200 ", 13);
+    const char *length = header(c->in.data, c->head, "\r\nContent-Length:");
+    c->due = length ? strtoul(length, NULL, 10) : IN_CHUNKS;
+    forget(&c->in, c->head);
+  }
+  if (!c->first && c->in.len) c->first = now;
+  if (c->due != IN_CHUNKS) {
+    if (c->in.len >= c->due) count(c, c->good && c->in.len == c->due, now);
+  } else if (chunks_end(c, now)) {
     const char *done = "data: [DONE]\n\n";
     size_t size = strlen(done);
-    count(c, good && c->body.len >= size && !memcmp(c->body.data + c->body.len - size, done, size), now);
+    count(c, c->good && c->body.len >= size && !memcmp(c->body.data + c->body.len - size, done, size), now);
   }
 }
 
@@ -160,13 +183,21 @@ static void make_request(const char *path, const char *file) {
   mark = memmem(request.data, request.len, MARK, strlen(MARK));
 }
 
+static void print_quantiles(const char *of, Samples *s) {
+  qsort(s->values, s->len, sizeof(double), ascending);
+  printf(", \"%sp50_ms\": %.3f, \"%sp99_ms\": %.3f", of, quantile(s, 0.5), of, quantile(s, 0.99));
+}
+
 static void print_result(double seconds) {
-  qsort(latency.values, latency.len, sizeof(double), ascending);
-  qsort(first_byte.values, first_byte.len, sizeof(double), ascending);
-  printf("{\"seconds\": %.3f, \"good\": %llu, \"bad\": %llu, \"events\": %llu, \"p50_ms\": %.3f, \"p99_ms\": %.3f, "
-         "\"first_p50_ms\": %.3f, \"first_p99_ms\": %.3f}\n",
-         seconds, (unsigned long long)num_good, (unsigned long long)num_bad, (unsigned long long)num_events,
-         quantile(&latency, 0.5), quantile(&latency, 0.99), quantile(&first_byte, 0.5), quantile(&first_byte, 0.99));
+  printf("{\"seconds\": %.3f, \"good\": %llu, \"bad\": %llu, \"events\": %llu, \"event_seconds\": %.3f", seconds,
+         (unsigned long long)num_good, (unsigned long long)num_bad, (unsigned long long)num_events,
+         (double)(last_event - first_event) / 1e9);
+  print_quantiles("", &latency);
+  print_quantiles("first_", &first_byte);
+  double sum = 0;
+  for (size_t i = 0; i < gap.len; i++) sum += gap.values[i];
+  print_quantiles("gap_", &gap);
+  printf(", \"gap_mean_ms\": %.4f}\n", gap.len ? sum / (double)gap.len : 0.0);
 }
 
 int main(int argc, char **argv) {
@@ -174,7 +205,7 @@ int main(int argc, char **argv) {
   by_request = !strcmp(flag(argc, argv, "--number", "request"), "request");
   next_number = (unsigned)atoi(flag(argc, argv, "--first", "0"));
   double seconds = atof(flag(argc, argv, "--seconds", "1"));
-  double rate = atof(flag(argc, argv, "--rate", "0"));
+  double rate = atof(flag(argc, argv, "--rate", "0")), patience = atof(flag(argc, argv, "--patience", "10"));
   int wanted = rate > 0 ? 0 : atoi(flag(argc, argv, "--connections", "64"));
   const char *file = flag(argc, argv, "--body", NULL);
   if (!port || !file || wanted > MOST_CONNECTIONS) return fprintf(stderr, "bad flags\n"), 2;
@@ -182,7 +213,7 @@ int main(int argc, char **argv) {
   if ((epoll = epoll_create1(0)) < 0) die("epoll");
 
   uint64_t start = now_ns(), due = start, period = rate > 0 ? (uint64_t)(1e9 / rate) : 0;
-  uint64_t last = start + (uint64_t)(seconds * 1e9), end = last + PATIENCE_NS;
+  uint64_t last = start + (uint64_t)(seconds * 1e9), end = last + (uint64_t)(patience * 1e9);
   for (int i = 0; i < wanted; i++) ask(open_connection(), now_ns());
   for (struct epoll_event events[EVENTS];;) {
     uint64_t now = now_ns();

@@ -1,22 +1,28 @@
 // An engine without a model, fast enough to be no part of what is measured: prefill and decode, one thread, epoll.
 //
-//   stub_engine [--chunks 32] [--interval-us 1000] [--bytes-per-token 4]
+//   stub_engine [--chunks 32] [--interval-us 1000] [--bytes-per-token 4] [--kind backhaul|vllm]
 //
 // Prints the port it has taken on 127.0.0.1. An answer has `chunks` tokens; streamed, one event each, `interval-us`
 // apart (0: all at once). A prompt has as many tokens as its request has bytes over `bytes-per-token`, or those that
 // the request brings along. Bodies are not parsed: their keys are found as the compact JSON that routers write.
+//
+// As one of vLLM (without bidirectional transfer) it tells token ids only who asks for them, has no hashes of blocks,
+// and its decode side offers none. Any other GET than those it knows is answered as if a completion were wanted.
 #include "net.h"
 
 #include <signal.h>
 
 #define MAX_TOKENS 65536
 #define MAX_PROMPT (MAX_TOKENS / 2 - 1)
+#define MOST_CHUNKS 16384
 #define BLOCK_TOKENS 16
 #define FIRST_ID 10000     // all ids have five digits, so that those of a prompt are the start of one text
 #define FIRST_BLOCK 1000   // likewise four
 #define HASH_TEXT 35       // bytes of a block's hash: 32 digits, quotes and comma
 #define ID_TEXT 6
 #define BLOCK_TEXT 5
+#define MODELS_OF(owner) \
+  "{\"object\":\"list\",\"data\":[{\"id\":\"stub\",\"object\":\"model\",\"owned_by\":\"" owner "\",\"max_model_len\":131072}]}"
 
 typedef struct Connection {
   int fd;
@@ -25,6 +31,7 @@ typedef struct Connection {
   int blocked;               // waits until it can send more
   enum { CHAT, COMPLETION, GENERATE } kind;
   int usage, offers;
+  int tells_ids;             // in the way of vLLM: of the prompt once, of the answer with every piece
   enum { NO_NOTE, ALL, OUTPUT } note;  // OUTPUT: who asked knows the prompt's ids
   int left;                  // events still to come; 0 when no stream runs
   int num_tokens;            // of prompt and answer
@@ -33,10 +40,11 @@ typedef struct Connection {
   int dead;
 } Connection;
 
-static int epoll, port, num_chunks, bytes_per_token;
+static int epoll, port, num_chunks, bytes_per_token, is_vllm;
 static uint64_t interval_ns, num_requests;
 static char *id_text, *block_text, *hash_text;
-// Streams by the time of their next event. All have the same interval, so whoever is served goes to the end.
+// Streams by the time of their next event, or nearly: all have the same interval, so whoever is served goes to the end.
+// What was late for one event is not late for the next, so that as many are due a second whatever the machine does.
 static Connection *queue, **queue_end = &queue;
 static Connection *graveyard;
 
@@ -76,13 +84,19 @@ static void put_params(Buffer *b, int prefill, int num_tokens) {
   putf(b, "{\"do_remote_prefill\":%s,\"do_remote_decode\":%s,\"remote_block_ids\":[[", prefill ? "true" : "false",
        prefill ? "false" : "true");
   put(b, block_text, blocks * BLOCK_TEXT - 1);
-  puts_to(b, "]],\"remote_block_hashes\":[");
-  put(b, hash_text, blocks * HASH_TEXT - 1);
+  puts_to(b, "]],");
+  if (!is_vllm) {
+    puts_to(b, "\"remote_block_hashes\":[");
+    put(b, hash_text, blocks * HASH_TEXT - 1);
+    putf(b, "],\"remote_block_size\":%d,\"kv_layout\":\"stub\",", BLOCK_TOKENS);
+  }
   putf(b,
-       "],\"remote_engine_id\":\"stub-%d\",\"remote_request_id\":\"request-%llu\",\"remote_host\":\"127.0.0.1\","
-       "\"remote_port\":%d,\"tp_size\":1,\"remote_num_tokens\":%d,\"remote_block_size\":%d,\"kv_layout\":\"stub\",",
-       port, (unsigned long long)num_requests, port, num_tokens, BLOCK_TOKENS);
-  if (prefill)
+       "\"remote_engine_id\":\"stub-%d\",\"remote_request_id\":\"request-%llu\",\"remote_host\":\"127.0.0.1\","
+       "\"remote_port\":%d,\"tp_size\":1,\"remote_num_tokens\":%d,",
+       port, (unsigned long long)num_requests, port, num_tokens);
+  if (is_vllm)
+    puts_to(b, "\"remote_prefill_cached_tokens\":0,\"transfer_mode\":\"pull\"}");
+  else if (prefill)
     puts_to(b, "\"remote_prefill_cached_tokens\":0,\"remote_prefill_pulled_tokens\":0}");
   else
     puts_to(b, "\"remote_blocks_ttl\":480.0}");
@@ -118,6 +132,19 @@ static void put_said(const Connection *c, Buffer *b, const char *chat_key, int n
   puts_to(b, c->kind == CHAT ? "\"}" : "\"");
 }
 
+static void put_ids(const Connection *c, Buffer *b, int num_tokens) {
+  if (!c->tells_ids || c->kind == GENERATE) return;
+  puts_to(b, ",\"token_ids\":[");
+  put_text(b, ids(num_tokens));
+  puts_to(b, "]");
+}
+
+static void put_prompt_ids(Buffer *b, Text prompt) {
+  puts_to(b, ",\"prompt_token_ids\":[");
+  put_text(b, prompt);
+  puts_to(b, "]");
+}
+
 static void put_note(Buffer *b, const Text *prompt, int num_output) {
   puts_to(b, ",\"token_note\":{");
   if (prompt) {
@@ -145,6 +172,7 @@ static void go_on(Connection *c) {
   c->left--;
   open_event(c, &event);
   put_said(c, &event, "delta", 1);
+  put_ids(c, &event, 1);
   putf(&event, ",\"logprobs\":null,\"finish_reason\":%s}]", c->left ? "null" : "\"stop\"");
   if (!c->left) {
     if (c->offers) {
@@ -174,8 +202,11 @@ static void begin_stream(Connection *c, Text prompt) {
   puts_to(&c->out, "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n");
   open_event(c, &event);
   puts_to(&event, c->kind == CHAT ? "\"delta\":{\"role\":\"assistant\",\"content\":\"\"}," : "");
-  puts_to(&event, "\"finish_reason\":null}]");
+  puts_to(&event, "\"finish_reason\":null");
+  if (c->tells_ids && c->kind == COMPLETION) put_prompt_ids(&event, prompt);
+  puts_to(&event, "}]");
   if (c->note == ALL) put_note(&event, &prompt, 0);
+  if (c->tells_ids && c->kind != COMPLETION) put_prompt_ids(&event, prompt);
   puts_to(&event, "}\n\n");
   put_chunk(c, &event);
   c->left = num_chunks;
@@ -195,13 +226,11 @@ static void answer_whole(Connection *c, int prefill, Text prompt, int num_prompt
   int num_output = prefill ? 1 : num_chunks;
   puts_to(&body, "{\"id\":\"stub-1\",\"created\":1764400000,\"model\":\"stub\",\"choices\":[{\"index\":0,");
   put_said(c, &body, "message", num_output);
+  put_ids(c, &body, num_output);
+  if (c->tells_ids && c->kind == COMPLETION) put_prompt_ids(&body, prompt);
   putf(&body, ",\"logprobs\":null,\"finish_reason\":\"%s\"}],", prefill ? "length" : "stop");
   put_usage(&body, num_prompt, num_output);
-  if (prefill) {
-    puts_to(&body, ",\"prompt_token_ids\":[");
-    put_text(&body, prompt);
-    puts_to(&body, "]");
-  }
+  if (is_vllm ? c->tells_ids && c->kind != COMPLETION : prefill) put_prompt_ids(&body, prompt);
   if (c->note) put_note(&body, c->note == ALL ? &prompt : NULL, num_chunks);
   // Last, so that the smallest of proxies can cut it out without parsing.
   if (prefill || c->offers) {
@@ -235,8 +264,7 @@ static void tokenize(Connection *c, const char *body, size_t len) {
 static void serve(Connection *c, Text target, const char *body, size_t len) {
   Buffer fixed = {0};
   if (has(target.at, target.len, "GET /v1/models")) {
-    fixed.data = "{\"object\":\"list\",\"data\":[{\"id\":\"stub\",\"object\":\"model\",\"owned_by\":\"backhaul\","
-                 "\"max_model_len\":131072}]}";
+    fixed.data = is_vllm ? MODELS_OF("vllm") : MODELS_OF("backhaul");
   } else if (has(target.at, target.len, "/kv/release")) {
     fixed.data = "{\"released\":true}";
   }
@@ -262,11 +290,13 @@ static void serve(Connection *c, Text target, const char *body, size_t len) {
   c->kind = has(target.at, target.len, "/chat/")      ? CHAT
             : has(target.at, target.len, "/generate") ? GENERATE
                                                                         : COMPLETION;
+  c->tells_ids = is_vllm && has(body, len, "\"return_token_ids\":true");
   c->note = has(body, len, "\"token_note\":true")         ? ALL
             : has(body, len, "\"token_note\":\"output\"") ? OUTPUT
                                                           : NO_NOTE;
   c->usage = has(body, len, "\"include_usage\":true");
-  c->offers = !prefill && (has(body, len, "\"do_remote_prefill\":true") || has(body, len, "\"offer_blocks\":true"));
+  c->offers = !prefill && !is_vllm &&
+              (has(body, len, "\"do_remote_prefill\":true") || has(body, len, "\"offer_blocks\":true"));
   c->num_tokens = num_prompt + num_chunks;
   if (!prefill && has(body, len, "\"stream\":true"))
     begin_stream(c, prompt);
@@ -328,7 +358,7 @@ static void serve_streams(void) {
     }
     go_on(c);
     if (c->left) {
-      c->due = now + interval_ns;
+      c->due += interval_ns;
       c->next = NULL;
       *queue_end = c;
       queue_end = &c->next;
@@ -355,7 +385,8 @@ int main(int argc, char **argv) {
   num_chunks = atoi(flag(argc, argv, "--chunks", "32"));
   interval_ns = 1000 * strtoull(flag(argc, argv, "--interval-us", "1000"), NULL, 10);
   bytes_per_token = atoi(flag(argc, argv, "--bytes-per-token", "4"));
-  if (num_chunks < 1 || num_chunks > 4096 || bytes_per_token < 1) return fprintf(stderr, "bad flags\n"), 2;
+  is_vllm = !strcmp(flag(argc, argv, "--kind", "backhaul"), "vllm");
+  if (num_chunks < 1 || num_chunks > MOST_CHUNKS || bytes_per_token < 1) return fprintf(stderr, "bad flags\n"), 2;
   make_texts();
   int listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
   struct sockaddr_in address = loopback(atoi(flag(argc, argv, "--port", "0")));
