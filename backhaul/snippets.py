@@ -8,13 +8,14 @@ import shutil
 import sys
 
 
-def announcement(base_url: str, model: str, *, sees: bool = False) -> str:
-    """`sees`: the model takes pictures."""
+def announcement(base_url: str, model: str, page_url: str, *, sees: bool = False) -> str:
+    """`page_url` is that of the status page; `sees`: the model takes pictures."""
     return f"""
 Backhaul is ready.
 
   base URL   {base_url}
   model      {model}
+  status     {page_url}/ in a browser
 
 Try it:
 

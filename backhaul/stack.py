@@ -53,6 +53,8 @@ class Running:
     engines: tuple[RunningEngine, ...]
     store_url: str
     store_pid: int
+    page_url: str
+    """The router's status page."""
 
     @property
     def base_url(self) -> str:
@@ -123,11 +125,11 @@ class Stack:
         try:
             async with asyncio.timeout(within):
                 store, running = await self._start_backs(engines, display)
-                url, router = await self._start_router(router_flags, running, store, display)
+                facts, router = await self._start_router(router_flags, running, store, display)
         except TimeoutError:
             waiting = ", ".join(f"{name} ({log})" for name, log in self._starting.items())
             raise CommandError(f"not ready within {within:.0f} s: {waiting}") from None
-        return Running(url, router.pid, running, store.url, store.child.pid)
+        return Running(facts["url"], router.pid, running, store.url, store.child.pid, facts["operators_url"])
 
     async def _start_backs(
         self, engines: Sequence[EngineSpec], display: Display
@@ -157,14 +159,14 @@ class Stack:
 
     async def _start_router(
         self, flags: Sequence[str], engines: Sequence[RunningEngine], store: Store, display: Display
-    ) -> tuple[str, Child]:
+    ) -> tuple[dict[str, Any], Child]:
         part = display.part("router", "starting")
         pools = [text for engine in engines for text in (f"--{engine.role}", engine.url)]
         # The URL holds the store's password: in the environment, where other users cannot read it.
         child, facts = await self._start_part(
             "router",
             "router",
-            ["--drain-delay", "0", *flags, *pools],
+            ["--drain-delay", "0", "--admin-port", "0", *flags, *pools],
             {"BACKHAUL_ROUTER_REDIS": store.url, "BACKHAUL_ROUTER_SEAL_KEY": self._seal_key},
         )
         url: str = facts["url"]
@@ -173,7 +175,7 @@ class Stack:
                 break
             await asyncio.sleep(_POLL)
         part.ready(url)
-        return url, child
+        return facts, child
 
     async def _start_part(
         self, name: str, command: str, flags: Sequence[str], env: Mapping[str, str] | None = None

@@ -125,7 +125,7 @@ def _engine_names(config: UpConfig) -> Iterator[tuple[str, str]]:
 
 
 def _announce(config: UpConfig, running: Running) -> None:
-    print(announcement(running.base_url, running.model, sees=config.encoder > 0), flush=True)
+    print(announcement(running.base_url, running.model, running.page_url, sees=config.encoder > 0), flush=True)
     if not _compiler():
         print("Note: no C++ compiler here: the engines use torch alone, which is slower. Install g++.", file=sys.stderr)
     if config.json_file is not None:

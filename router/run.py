@@ -67,7 +67,8 @@ def run_processes(config: RouterConfig) -> int:
         def listening() -> None:
             log.info("all processes listen", extra={"url": url, "processes": config.processes})
             if config.json_file is not None:
-                _write_facts(config.json_file, url)
+                operators = _url_of(config.admin_host, ports["admin_port"]) if "admin_port" in ports else None
+                _write_facts(config.json_file, url, operators)
 
         gc.freeze()  # what is there now stays, and is the same for all processes
         gc.enable()
@@ -124,7 +125,7 @@ async def serve(config: RouterConfig, channel: socket.socket | None = None) -> i
         router.siblings.listens()
         log.info("listening", extra={"url": url, "prefill": len(config.prefill), "decode": len(config.decode)})
         if config.json_file is not None:
-            _write_facts(config.json_file, url)
+            _write_facts(config.json_file, url, _url(config.admin_host, operators) if operators.addresses else None)
         gc.freeze()  # what is there now stays
         gc.enable()
         gc.set_threshold(GC_THRESHOLD)
@@ -234,8 +235,9 @@ def _url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _write_facts(path: Path, url: str) -> None:
-    data = orjson.dumps({"url": url, "pid": os.getpid()})
+def _write_facts(path: Path, url: str, operators: str | None) -> None:
+    """Where it listens, for clients and for operators."""
+    data = orjson.dumps({"url": url, "pid": os.getpid()} | ({} if operators is None else {"operators_url": operators}))
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(data)
     part.replace(path)

@@ -149,6 +149,9 @@ def test_it_serves_and_ends_on_sigterm(start: Any, tmp_path: Path) -> None:
     ):
         assert part in shown
     assert password not in shown
+    page = next(line.split()[1] for line in shown.splitlines() if line.startswith("  status "))
+    with urllib.request.urlopen(page, timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/html")
 
     began = time.monotonic()
     up.process.terminate()

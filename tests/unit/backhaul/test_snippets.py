@@ -20,6 +20,7 @@ def test_snippets_can_be_pasted(model: str) -> None:
 
 
 def test_the_announcement_has_both() -> None:
-    text = announcement("http://h:1/v1", "m")
+    text = announcement("http://h:1/v1", "m", "http://h:2")
+    assert "http://h:2/ " in text
     assert "curl http://h:1/v1/chat/completions" in text
     assert "client = OpenAI(base_url='http://h:1/v1'" in text
