@@ -9,8 +9,9 @@ TORCH_INDEX ?=
 UP_FLAGS ?=
 # Flags for `make test`, such as PYTEST_FLAGS="tests/unit -x".
 PYTEST_FLAGS ?=
-# How many processes share the tests, 0 being this one alone; more than 2 have not been tried.
-TEST_WORKERS ?= 2
+# How many processes share the tests, 0 being this one alone. Three for two cores: tests wait for processes to start, and for
+# deadlines, a fifth of the time.
+TEST_WORKERS ?= 3
 # How long `make soak` goes on.
 SOAK_SECONDS ?= 600
 # How many requests `make fuzz` makes up, and which.
