@@ -36,6 +36,14 @@ def setup(
     logging._srcfile = None  # as the Logging HOWTO has it: no look for the caller
     # One line per request is the program's own to write; this one would come on top of it.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(is_no_broken_http)
+
+
+def is_no_broken_http(record: logging.LogRecord) -> bool:
+    """What a client sends that is no HTTP is answered 400, and is no error of ours. aiohttp's trace of it quotes what
+    was sent, which may be a key."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__module__ != "aiohttp.http_exceptions"
 
 
 class GatheringHandler(logging.StreamHandler[TextIO]):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from backhaul import log
 
@@ -109,3 +110,13 @@ def test_loop_that_ended_before_it_could_write_is_no_hindrance() -> None:
 
     asyncio.run(later())
     assert len(out.getvalue().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(BadHttpMessage("Bearer secret"), False), (RuntimeError("a bug"), True)]
+)
+def test_what_is_no_http_is_not_quoted(error: Exception, is_told: bool) -> None:
+    out = io.StringIO()
+    log.setup("info", "console", stream=out)
+    logging.getLogger("aiohttp.server").error("Error handling request", exc_info=error)
+    assert bool(out.getvalue()) is is_told
