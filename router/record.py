@@ -163,12 +163,14 @@ def _pack_numbers(numbers: array[int]) -> tuple[int, bytes]:
 
     Planes of bytes rather than one number after the other: they are cut and joined by strided copies.
     """
-    width = max(1, (max(numbers, default=0).bit_length() + 7) // 8)
     if sys.byteorder == "big":
         numbers = array(_ITEM, numbers)
         numbers.byteswap()
     raw = numbers.tobytes()
-    return width, b"".join([raw[plane::_ITEM_BYTES] for plane in range(width)])
+    planes = [raw[plane::_ITEM_BYTES] for plane in range(_ITEM_BYTES)]
+    while len(planes) > 1 and not planes[-1].strip(b"\0"):  # no number needs it
+        planes.pop()
+    return len(planes), b"".join(planes)
 
 
 def _unpack_numbers(data: bytes, width: int, count: int) -> array[int]:

@@ -175,7 +175,11 @@ class Able(Generic[C]):
         self._avoid = avoid
 
     def __bool__(self) -> bool:
-        return any(any(map(self._takes, group.rotation)) for group in self._groups)
+        for group in self._groups:
+            for engine in group.rotation:
+                if self._takes(engine):
+                    return True
+        return False
 
     def __iter__(self) -> Iterator[C]:
         for group in self._groups:

@@ -120,46 +120,18 @@ class Store:
         """Put the record into the store until its deadline; a record of a higher turn stays. If the caller is cancelled
         it is saved all the same, and `left` gets what came of it."""
         given = () if offer is None else (offer,)
-        lost = Saved(False, given)
         remaining_ms = int(1000 * (record.deadline - time.time()))
         if remaining_ms <= 0:
             self._count("save", "late")
-            return lost
+            return Saved(False, given)
         data, offered = record.pack(), _packed(offer)
         fits = len(data) + len(offered) <= self._max_record_bytes
         if not fits:
             data, offered = replace(record, token_ids=array("I"), media=()).pack(), b""
         stamp = os.urandom(STAMP_BYTES)
-
-        def saved(reply: Any) -> Saved:
-            match reply:
-                case [1, replaced]:
-                    self._count("save", "ok" if fits else "oversize")
-                    orphans = () if (old := _unpacked(replaced)) is None else (old,)
-                    return Saved(True, orphans if offered else (*orphans, *given), stamp)
-                case [0, _]:
-                    self._count("save", "older")
-                case Exception():
-                    return replace(lost, is_certain=isinstance(reply, ResponseError))
-                case _ if reply is _LOST:
-                    return replace(lost, is_certain=False)
-                case _ if reply is not _NONE:
-                    self._count("save", "unreadable")
-            return lost
-
-        def late(reply: Any, cancelled: bool) -> None:
-            if cancelled and isinstance(reply, NoScriptError) and not self._link.is_full:
-                self._link.send("EVAL", SAVE.text, 1, key, *arguments, late=late).future.cancel()
-            elif cancelled:
-                left(saved(reply))
-            elif not isinstance(reply, Exception):
-                self._start(TAKE_OFFER, key, stamp)
-                match reply:  # what it has replaced is nobody's now
-                    case [1, replaced] if (old := _unpacked(replaced)) is not None:
-                        left(Saved(False, (old,)))
-
         arguments = (record.turn, stamp, min(remaining_ms, MAX_TTL_MS), data, offered)
-        return saved(await self._run("save", SAVE, key, *arguments, late=late))
+        saving = _Saving(self, key, given, left, stamp, fits, arguments)
+        return saving.saved(await self._run("save", SAVE, key, *arguments, late=saving.late))
 
     async def put_back(self, claimed: Claimed) -> bool | None:
         """Leave the claimed offer to the next turn. False if its record is no longer there: then release it. None if
@@ -302,6 +274,62 @@ class Store:
 
     def _count(self, op: str, result: str) -> None:
         self._metrics.store_operations.add(op, result)
+
+
+class _Saving:
+    """A save under way: what its reply means, in time or late. An object of its own since functions that name each
+    other would keep all of their turn until the garbage collector comes."""
+
+    __slots__ = ("_arguments", "_fits", "_given", "_key", "_left", "_stamp", "_store")
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        given: tuple[KVTransferParams, ...],
+        left: Callable[[Saved], None],
+        stamp: bytes,
+        fits: bool,
+        arguments: tuple[bytes | int, ...],
+    ) -> None:
+        """`given`: the offer to be saved, if there is one; `fits`: the record is saved with all of its parts, and the
+        offer."""
+        self._store = store
+        self._key = key
+        self._given = given
+        self._left = left
+        self._stamp = stamp
+        self._fits = fits
+        self._arguments = arguments
+
+    def saved(self, reply: Any) -> Saved:
+        match reply:
+            case [1, replaced]:
+                self._store._count("save", "ok" if self._fits else "oversize")
+                orphans = () if (old := _unpacked(replaced)) is None else (old,)
+                is_offered = bool(self._arguments[-1])
+                return Saved(True, orphans if is_offered else (*orphans, *self._given), self._stamp)
+            case [0, _]:
+                self._store._count("save", "older")
+            case Exception():
+                return Saved(False, self._given, is_certain=isinstance(reply, ResponseError))
+            case _ if reply is _LOST:
+                return Saved(False, self._given, is_certain=False)
+            case _ if reply is not _NONE:
+                self._store._count("save", "unreadable")
+        return Saved(False, self._given)
+
+    def late(self, reply: Any, cancelled: bool) -> None:
+        store, key = self._store, self._key
+        if cancelled and isinstance(reply, NoScriptError) and not store._link.is_full:
+            store._link.send("EVAL", SAVE.text, 1, key, *self._arguments, late=self.late).future.cancel()
+        elif cancelled:
+            self._left(self.saved(reply))
+        elif not isinstance(reply, Exception):
+            store._start(TAKE_OFFER, key, self._stamp)
+            match reply:  # what it has replaced is nobody's now
+                case [1, replaced] if (old := _unpacked(replaced)) is not None:
+                    self._left(Saved(False, (old,)))
 
 
 def _why(error: ResponseError) -> str:
