@@ -146,7 +146,8 @@ class KVConnector:
             return Hold.NOTHING, None
         if params.do_remote_decode:
             return self.owner.hand_over(request)
-        if (params.do_remote_prefill or params.offer_blocks) and self._bidirectional and self._role != "prefill":
+        may_be_wanted = params.do_remote_prefill if params.offer_blocks is None else params.offer_blocks
+        if may_be_wanted and self._bidirectional and self._role != "prefill":
             return self.owner.offer(request)
         return Hold.NOTHING, None
 

@@ -65,6 +65,11 @@ class Conversation:
         return _digest(self.model.encode(errors="surrogatepass") + b"\0" + _canonical(self.opening))
 
     @property
+    def may_be_found(self) -> bool:
+        """Whether a later request can belong to it."""
+        return self.named or self.history is not None
+
+    @property
     def goes_by_content(self) -> bool:
         """Whether this turn's record will be found by its answer."""
         return self.history is not None

@@ -116,8 +116,7 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     offer = _take_offer(answer)
     if turn.engine is not None:
         lessons.from_decode(router, turn, turn.engine, seen, offer)
-    goes_on = seen.finished and not turn.several and turn.alone != "beam_search"
-    key = _key(turn, answer) if goes_on else None
+    key = _key(turn, answer) if seen.finished and turn.may_go_on else None
     if key is None or report.decode is None:
         release(router, offer)
         return

@@ -113,6 +113,11 @@ class Turn:
     answered: bool = False
     """Its answer has come to its end, one way or the other: what is left is not for an abort to break off."""
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there may be a next turn, which finds what this one leaves."""
+        return self.conversation.may_be_found and not self.several and self.alone != "beam_search"
+
 
 async def read_turn(router: Router, request: Request, endpoint: Endpoint, report: Report) -> Turn:
     """Raises APIError, or web.HTTPException, for a request that cannot be one."""

@@ -44,7 +44,8 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
 
 def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:
     """What a decode engine is told that prefills for itself: the next turn may want its blocks."""
-    if turn.alone is not None or not router.pool.has("prefill") or not engine.is_ours(turn.model):
+    nobody_asks = turn.alone is not None or not turn.may_go_on or not router.pool.has("prefill")
+    if nobody_asks or not engine.is_ours(turn.model):
         return None
     past = turn.past
     if plan.reason != "short_suffix" or past.claimed is None or past.claimed.offer is None:

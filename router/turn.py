@@ -245,7 +245,11 @@ async def decode(
     ours = engine.is_ours(turn.model)
     body = turn.endpoint.decode_leg(turn.encodings.shown(turn.body), params, ids, ours=ours)
     if ours and params is not None:
-        body["kv_transfer_params"]["remote_blocks_ttl"] = router.config.conversation_ttl / memory.OFFER_SHARE
+        wish = body["kv_transfer_params"]
+        if turn.may_go_on:
+            wish["remote_blocks_ttl"] = router.config.conversation_ttl / memory.OFFER_SHARE
+        else:
+            wish["offer_blocks"] = False
     if prefilled is None or turn.encodings.rewrites:
         body = turn.encodings.put_into(body)
     answer = turn.endpoint.answer(turn.body, ours=ours, expose=router.config.expose_transfer_params)

@@ -173,7 +173,8 @@ class StubEngine:
         """The transfer params of the answer: P's blocks for D, or D's blocks for the next turn."""
         asked = body.get("kv_transfer_params") or {}
         prefill = bool(asked.get("do_remote_decode"))
-        if not prefill and not (self.offers and (asked.get("do_remote_prefill") or asked.get("offer_blocks"))):
+        wanted = asked.get("offer_blocks", asked.get("do_remote_prefill"))
+        if not prefill and not (self.offers and wanted):
             return None
         num_tokens = len(self.ids(body)) + (0 if prefill else len(OUTPUT_IDS) - 1)
         num_blocks = -(-num_tokens // BLOCK_SIZE)

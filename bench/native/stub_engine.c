@@ -295,7 +295,7 @@ static void serve(Connection *c, Text target, const char *body, size_t len) {
             : has(body, len, "\"token_note\":\"output\"") ? OUTPUT
                                                           : NO_NOTE;
   c->usage = has(body, len, "\"include_usage\":true");
-  c->offers = !prefill && !is_vllm &&
+  c->offers = !prefill && !is_vllm && !has(body, len, "\"offer_blocks\":false") &&
               (has(body, len, "\"do_remote_prefill\":true") || has(body, len, "\"offer_blocks\":true"));
   c->num_tokens = num_prompt + num_chunks;
   if (!prefill && has(body, len, "\"stream\":true"))

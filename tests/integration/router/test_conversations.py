@@ -383,6 +383,38 @@ async def test_kv_of_pictures_is_offered_only_to_who_compares_them(
         assert bool(p.bodies[-1]["kv_transfer_params"].get("remote_block_hashes")) is (layout is not None)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "m", "prompt": "one two"},
+        {"model": "m", "prompt": "one two", "stream": True},
+        chat(TURN_1, n=2),
+        chat(TURN_1, n=2, conversation_id="named"),
+    ],
+    ids=["completion", "stream", "several", "several, named"],
+)
+async def test_turn_that_nobody_can_go_on_from_is_not_offered(
+    p: StubEngine, d: StubEngine, redis_url: str, body: dict[str, Any]
+) -> None:
+    async with router_over([p], [d], redis_url, **SETTINGS) as front:
+        assert (await front.post(body)).status == 200
+        params = d.bodies[-1]["kv_transfer_params"]
+        assert (params["do_remote_prefill"], params["offer_blocks"]) == (True, False)
+        assert "remote_blocks_ttl" not in params
+        assert (await front.post({**body, "n": 1, "conversation_id": "named"})).status == 200
+        params = d.bodies[-1]["kv_transfer_params"]
+        assert "offer_blocks" not in params, "a name is there to be found by"
+        assert params["remote_blocks_ttl"] > 0
+        await until(front.is_settled, "nothing is left to do")
+        assert not d.released
+
+
+async def test_nor_is_one_that_a_decode_engine_has_prefilled(d: StubEngine, redis_url: str) -> None:
+    async with router_over([NOBODY], [d], redis_url, prefill_fallback="decode", **SETTINGS) as front:
+        assert (await front.post({"model": "m", "prompt": "one two"})).status == 200
+        assert "kv_transfer_params" not in d.bodies[-1]
+
+
 async def test_replaced_offer_is_released(p: StubEngine, d: StubEngine, redis_url: str) -> None:
     async with router_over([p], [d], redis_url, **SETTINGS) as front:
         named = {"conversation_id": "twice"}

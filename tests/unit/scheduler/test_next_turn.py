@@ -163,6 +163,17 @@ def test_nothing_is_offered_to_who_does_not_ask(engines: tuple[FakeEngine, FakeE
     d.check_empty()
 
 
+def test_after_a_hand_off_nothing_is_offered_to_who_declines(engines: tuple[FakeEngine, FakeEngine]) -> None:
+    p, d = engines
+    request = d.submit(prompt_of(10), params=p.prefill(prompt_of(10)).with_(offer_blocks=False))
+    d.run()
+    assert d.final(request).finish_reason == "length"
+    assert d.final(request).kv_transfer_params is None
+    settle_all(p, d)
+    p.check_empty()
+    d.check_empty()
+
+
 def test_without_bidirectional_transfer_nothing_is_offered_and_nothing_taken() -> None:
     p, d, network = pair(prefill={"bidirectional": False})
     tokens, offer = first_turn(p, d, prompt_of(10))
