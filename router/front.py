@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from connectors.wire.openai import APIError, error_body
 from router import jsontext
@@ -56,7 +57,7 @@ class Front:
         def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Request:
             return Request(message, payload, protocol, writer, task, loop)
 
-        server = web.Server(
+        server = _Server(
             self.handle,  # type: ignore[arg-type]  # it is typed as if there were one kind of request
             request_factory=request,
             handler_cancellation=handler_cancellation,
@@ -91,6 +92,30 @@ class Front:
         if allowed:
             raise web.HTTPMethodNotAllowed(method, sorted(allowed))
         raise web.HTTPNotFound
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP gets an answer in the shape of all errors. aiohttp's own message quotes what was sent."""
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        text = "The request is not valid HTTP, or its headers are too long."
+        response = json_error(status, error_body(text, type="BadRequestError", code=status), {"Server": "backhaul"})
+        response.force_close()
+        return response
 
 
 def told(request: Request, error: Exception) -> web.Response:

@@ -136,6 +136,29 @@ async def test_what_cannot_be_answered_is_told_in_the_shape_of_errors(line: str,
         assert json.loads(answer.body)["error"]["code"] in (status, None)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /\xff HTTP/1.1\r\nHost: here\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: here\rsecret\r\n\r\n",
+        b"secret\r\n\r\n",
+        b"POST /one HTTP/1.1\r\nHost: here\r\nContent-Length: secret\r\n\r\n",
+        b"GET /one HTTP/1.1\r\nHost: here\r\nX: " + b"secret" * 5000 + b"\r\n\r\n",
+    ],
+    ids=["path", "header", "nonsense", "length", "long"],
+)
+async def test_what_is_no_http_is_told_so_in_the_shape_of_errors(sent: bytes) -> None:
+    async with serving(STRICT) as port:
+        [answer] = await answers(port, sent)
+        assert answer.line == "HTTP/1.0 400 Bad Request", "nothing says that the client speaks 1.1"
+        assert answer.get("content-type") == ["application/json"]
+        error = json.loads(answer.body)["error"]
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+        assert b"secret" not in answer.body
+        [good] = await answers(port, request("GET /one"))
+        assert good.line == "HTTP/1.1 200 OK"
+
+
 async def test_head_is_answered_as_get_without_a_body() -> None:
     async with serving(STRICT) as port:
         head, get = await answers(port, request("HEAD /one"), request("GET /one"))
