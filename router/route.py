@@ -1,9 +1,10 @@
-"""The plan of a turn: what it is made from, and whether what has been computed still serves it."""
+"""The plan of a turn: what it is made from, what its engines are told, and whether what has been computed still serves
+it."""
 
 from __future__ import annotations
 
 from connectors.wire.transfer import KVTransferParams
-from router.api.legs import Prefilled
+from router.api.legs import BY_IDS_PATH, Body, Prefilled, prefill_by_ids
 from router.capabilities import exchanges
 from router.context import Router
 from router.member import Engine
@@ -40,6 +41,14 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
         fallback=config.prefill_fallback == "decode",
         break_even=router.break_even.tokens,
     )
+
+
+def prefill_leg(turn: Turn, engine: Engine, body: Body, params: KVTransferParams) -> tuple[str, Body]:
+    """What a prefill engine is asked, and where. Engines of ours take a chat's ids inside the transfer params."""
+    ids = turn.past.prompt_ids
+    if ids and turn.endpoint.name == "chat" and engine.can.kind == "vllm":
+        return BY_IDS_PATH, prefill_by_ids(body, params.to_json(), ids)
+    return turn.endpoint.path, turn.endpoint.prefill_leg(body, params, ids)
 
 
 def alone_params(router: Router, turn: Turn, plan: Plan, engine: Engine) -> KVTransferParams | None:

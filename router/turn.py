@@ -29,7 +29,7 @@ from router.relay import StreamRelay
 from router.report import Report
 from router.request import Turn, read_turn
 from router.retry import excuse, excuse_encodings, retry
-from router.route import alone_params, is_prefill_due, plan_turn
+from router.route import alone_params, is_prefill_due, plan_turn, prefill_leg
 from router.upstream import Decoding
 from router.whole import WholeResponse
 
@@ -176,7 +176,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
     report.enter("prefill")
     offer = memory.give(turn) if plan.pull else None
     seen = turn.encodings.shown(turn.body)
-    leg = turn.endpoint.prefill_leg(seen, KVTransferParams.for_prefill(offer), turn.past.prompt_ids)
+    path, leg = prefill_leg(turn, engine, seen, KVTransferParams.for_prefill(offer))
     body = turn.encodings.put_into(leg)
     turn.engine = engine
 
@@ -191,7 +191,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
         with engine.known.given_blocks() if offer is not None else nullcontext():
             prefilled = await router.upstream.prefill(
                 engine,
-                turn.endpoint.path,
+                path,
                 body,
                 report.onto(turn.headers, engine.name),
                 deadline=_prefill_deadline(router, turn, offer),

@@ -130,6 +130,8 @@ class StubEngine:
             return list(params["prompt_token_ids"])
         if "token_ids" in body:
             return list(body["token_ids"])
+        if self.tokenizes and isinstance(prompt := body.get("prompt"), list):
+            return list(prompt)
         if not self.tokenizes or "messages" not in body:
             return PROMPT_IDS
         ids: list[int] = []

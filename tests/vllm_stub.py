@@ -42,12 +42,6 @@ class VLLMStub(StubEngine):
         self.released.append(await request.json())
         return web.json_response({"detail": "Not Found"}, status=404)
 
-    def ids(self, body: dict[str, Any]) -> list[int]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, list):
-            return list(prompt)
-        return super().ids(body)
-
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
         params = super().params(body)
         if params is None:

@@ -90,8 +90,8 @@ class KVTransferParams(BaseModel):
     kv_layout: str | None = None
     """Ours: fingerprint of model, dtype and block layout; KV is exchanged only between equals."""
     offer_blocks: bool | None = None
-    """Ours, router to D: offer this turn's blocks to the next turn's prefill, or do not. D does not by itself for a turn
-    without a hand-off, and does for one with it."""
+    """Ours, router to D: offer this turn's blocks to the next turn's prefill, or do not. By itself D does so after a
+    hand-off."""
     max_prefill_tokens: Count | None = None
     """Ours, router to D for such a turn: refuse it (409, PREFIX_CACHE_MISS) rather than compute more of its prompt."""
     remote_blocks_ttl: Seconds | None = None

@@ -55,6 +55,10 @@ NOT_RENDERED: Final = frozenset(
     }
 )
 
+BY_IDS_PATH: Final = "/v1/completions"
+BY_IDS_KEEPS: Final = frozenset({"model", "cache_salt", "priority"})
+"""What of a chat a completion of its ids must have too, for its KV to be the same, and computed as soon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
@@ -131,6 +135,12 @@ def prefill_body(body: Body, params: Params, **changes: int) -> Body:
         "return_token_ids": True,
         "kv_transfer_params": params,
     }
+
+
+def prefill_by_ids(body: Body, params: Params, ids: list[int]) -> Body:
+    """For an engine that has just tokenized this chat for us, and would have to render and tokenize it again."""
+    kept = {key: value for key, value in body.items() if key in BY_IDS_KEEPS}
+    return {**prefill_body(kept, params, max_tokens=1), "prompt": ids}
 
 
 def decode_body(body: Body, params: Params | None, *, ours: bool) -> Body:

@@ -338,6 +338,25 @@ async def test_engines_of_others_get_only_what_was_compared(redis_url: str) -> N
         assert answer.explain["kv"] in ("mismatch", "short")
 
 
+async def test_engines_of_others_do_not_tokenize_twice(redis_url: str) -> None:
+    """What their prefill engine has just tokenized for the comparison it is sent as ids."""
+    async with (
+        StubEngine("prefill", tokenizes=True, owned_by="vllm", kv_layout=None).running() as p,
+        StubEngine("decode", tokenizes=True, owned_by="vllm", kv_layout=None).running() as d,
+        router_over([p], [d], redis_url, **SETTINGS) as front,
+    ):
+        salted = {"cache_salt": "twice", "temperature": 0.5, "tools": []}
+        await front.post(chat(TURN_1, **salted))
+        assert p.seen[-1].path == "/v1/chat/completions", "nothing to compare, so nothing was tokenized"
+        answer = await front.post(chat(TURN_2, **salted), headers=EXPLAIN)
+        assert (answer.text_of_whole, answer.explain["kv"]) == (TEXT, "offered")
+        assert (p.seen[-1].path, p.bodies[-1]["prompt"]) == ("/v1/completions", p.ids(p.tokenized[-1]))
+        assert p.bodies[-1]["cache_salt"] == "twice"
+        assert offered(p)
+        assert p.bodies[-1]["max_tokens"] == 1
+        assert (d.seen[-1].path, d.bodies[-1]["messages"]) == ("/v1/chat/completions", TURN_2)
+
+
 async def test_engines_that_compare_hashes_themselves_are_offered_what_could_not_be_compared(
     p: StubEngine, d: StubEngine, redis_url: str
 ) -> None:

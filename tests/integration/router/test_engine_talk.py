@@ -83,7 +83,8 @@ async def test_engines_words_are_not_for_the_client(
     p, d = engines
     for exposed in (False, True):
         async with router_over([p], [d], redis_url, expose_transfer_params=exposed) as front:
-            answer = await front.post(endpoint.body(stream=stream), path=endpoint.path)
+            named = {"X-Conversation-Id": "one"}
+            answer = await front.post(endpoint.body(stream=stream), path=endpoint.path, headers=named)
         assert endpoint.said(answer, stream=stream)
         if exposed:
             assert b'"remote_engine_id":"decode-engine"' in answer.raw

@@ -153,4 +153,4 @@ async def test_with_nobody_to_do_it_decode_may_if_it_is_so_set(
         assert not d.seen
     async with router_over([NOBODY], [d], redis_url, prefill_fallback="decode") as front:
         assert endpoint.said(await front.post(endpoint.plain, path=endpoint.path), stream=False)
-        assert "remote_block_ids" not in d.bodies[0]["kv_transfer_params"]
+        assert "remote_block_ids" not in (d.bodies[0].get("kv_transfer_params") or {})

@@ -139,7 +139,7 @@ async def test_an_operator_may_look_at_the_params(redis_url: str, name: str, str
         StubEngine("decode").running() as d,
         router_over([p], [d], redis_url, expose_transfer_params=True) as front,
     ):
-        answer = await front.post({**door.body, "stream": stream}, path=door.path)
+        answer = await front.post({**door.body, "stream": stream}, path=door.path, headers=NAMED)
         assert b'"remote_engine_id":"decode-engine"' in answer.raw
         assert b"token_note" not in answer.raw
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,12 @@ async def test_wrong_password_is_a_miss_and_a_new_one_is_read(tmp_path: Path, ca
 
 async def test_socket(tmp_path: Path) -> None:
     with valkey(tmp_path, None, "--unixsocket", str(tmp_path / "s"), "--requirepass", PASSWORD):
+        await eventually(partial(_listens, tmp_path / "s"))  # a port is listened to before
         async with store_at(f"unix://:{PASSWORD}@{tmp_path}/s?db=2") as store:
             assert (await store.save(KEY, record(), offer())).kept
             assert await store.claim(KEY) is not None
+
+
+async def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0

@@ -11,6 +11,7 @@ from connectors.wire.transfer import KVTransferParams
 from router.api import legs
 from router.api.chat import Chat
 from router.api.completions import Completions
+from router.api.legs import prefill_by_ids
 from router.api.responses import Responses
 from router.clean import without_engine_talk
 
@@ -76,6 +77,21 @@ def test_prefill_leg_of_a_chat() -> None:
         **KEPT_ON_PREFILL,
         "max_tokens": 1,
         "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+
+
+def test_prefill_by_ids_keeps_what_the_kv_depends_on() -> None:
+    body = {**CHAT, **KEPT_ON_PREFILL, **CHANGED_ON_PREFILL, "model": "m", "cache_salt": "s", "priority": 3}
+    assert prefill_by_ids(body, HOLD.to_json(), IDS) == {
+        "model": "m",
+        "cache_salt": "s",
+        "priority": 3,
+        "prompt": IDS,
+        "max_tokens": 1,
         "n": 1,
         "stream": False,
         "return_token_ids": True,
