@@ -162,7 +162,7 @@ class Link:
         try:
             async with asyncio.timeout(self.timeout + LATE_SECONDS):
                 connection = await self._make_connection()
-            self._line = _Line(connection, self._ended, self._answered)
+            self._line = _Line(self._loop, connection, self._ended, self._answered)
         except Exception as error:  # of whatever kind: a server may say anything
             self._backoff.failed(self._loop.time())
             self._fail_unsent(error)
@@ -225,12 +225,19 @@ class Link:
 
 
 class _Line(asyncio.Protocol):
-    """A connection that redis-py has made and prepared, read without its layers."""
+    """A connection that redis-py has made and prepared, read without its layers. What is sent within a round of the
+    event loop is written in one go: a write is a call to the system, and wakes the server."""
 
     def __init__(
-        self, connection: AbstractConnection, ended: Callable[[_Line], None], answered: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: AbstractConnection,
+        ended: Callable[[_Line], None],
+        answered: Callable[[], None],
     ) -> None:
         self.asked: deque[Command] = deque()
+        self._loop = loop
+        self._gathered: list[bytes] = []
         self._ended = ended
         self._answered = answered
         self._replies = Reader(
@@ -245,14 +252,23 @@ class _Line(asyncio.Protocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        return self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() + sum(map(len, self._gathered))
 
     def send(self, command: Command) -> None:
         self.asked.append(command)
-        self._transport.write(command.data)
+        if not self._gathered:
+            self._loop.call_soon(self._write)
+        self._gathered.append(command.data)
+
+    def _write(self) -> None:
+        data = b"".join(self._gathered)
+        self._gathered.clear()
+        if data:  # else the connection has ended meanwhile
+            self._transport.write(data)
 
     def end(self, why: str) -> None:
         self._ended(self)
+        self._gathered.clear()
         self._transport.abort()  # to close would be to send first what a server that hangs has not taken
         while self.asked:
             self.asked.popleft().settle(RedisConnectionError(why))

@@ -85,6 +85,20 @@ async def test_reply_is_that_of_the_command(link: Link, redis_url: str, seed: in
         assert sum(client["name"] == "one-link" for client in await redis.client_list()) == 1
 
 
+async def test_what_is_not_written_yet_ends_with_its_connection(link: Link) -> None:
+    assert await ask(link, "PING") == b"PONG"
+    sent = [link.send("ECHO", text) for text in "abc"]
+    assert link._line is not None
+    link._line.connection_lost(None)
+    for command in sent:
+        assert isinstance(await command.future, RedisConnectionError)
+    await eventually(partial(_answers, link))
+
+
+async def _answers(link: Link) -> bool:
+    return bool(await ask(link, "PING") == b"PONG")
+
+
 async def test_error_reply_leaves_the_connection_as_good_as_before(link: Link) -> None:
     first = await ask(link, "CLIENT", "ID")
     for _ in range(3):
