@@ -26,7 +26,7 @@ READ_AHEAD_BYTES: Final = 32 << 10
 PARAMS: Final = ("kv_transfer_params", "ec_transfer_params")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wishes:
     """What of an answer is the client's beside the answer itself."""
 
@@ -37,7 +37,7 @@ class Wishes:
     """An operator debugs: transfer params stay in."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Tokens as the engine counted them, None where it did not say."""
 

@@ -32,7 +32,7 @@ _THINK_OPEN: Final = "<think>"
 _THINK_CLOSE: Final = "</think>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scope:
     """Whose conversations, of which model: part of every key."""
 
@@ -44,7 +44,7 @@ class Scope:
         return _digest(jsontext.dumps([kind, self.tenant, self.model, self.cache_salt]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Conversation:
     """Where the record of the last turn is found, and where that of this turn goes."""
 

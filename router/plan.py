@@ -27,7 +27,8 @@ class NoEngine(APIError):
         self.role = role
 
 
-@dataclass(frozen=True, slots=True)
+# Like all that each turn makes not frozen, though nobody changes it: that would cost a call for each field.
+@dataclass(slots=True)
 class Facts:
     """What the plan needs to know about a turn."""
 
@@ -59,7 +60,7 @@ class Lack(NamedTuple):
     """A Mismatch; or scale_out, one_way, on_trial."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     prefill: str | None
     """Engine URL; None: the decode engine prefills for itself."""

@@ -58,7 +58,7 @@ class _OfferFacts(BaseModel):
     hash_bytes: Annotated[int, Field(ge=1)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """What one turn leaves for the next, for any number of readers."""
 

@@ -41,7 +41,7 @@ _LOST: Final = object()
 log = logging.getLogger("router.store")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claimed:
     """A record as found, and the offer if this turn is the one that took it."""
 
@@ -52,7 +52,7 @@ class Claimed:
     """Of the one save that wrote the record."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Saved:
     kept: bool
     """Redis has the record now."""

@@ -60,7 +60,7 @@ BY_IDS_KEEPS: Final = frozenset({"model", "cache_salt", "priority"})
 """What of a chat a completion of its ids must have too, for its KV to be the same, and computed as soon."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prefilled:
     """What the prefill leg brought."""
 
