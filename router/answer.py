@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol
 import orjson
 
 from connectors.wire import sse
+from connectors.wire.ids import ID_TYPE, TokenIds
 from connectors.wire.note import TOKEN_NOTE, note_of
 from connectors.wire.transfer import KVTransferParams, WireError
 from router import jsontext
-from router.ids import ID_TYPE, ids_or_none
 
 READ_AHEAD_BYTES: Final = 32 << 10
 """Of events passed unread, until their text is looked at: one by one would delay each, all at once cost memory."""
@@ -94,7 +94,7 @@ class Seen:
         self.wishes = wishes
         self.params: KVTransferParams | None = None
         """Where the engine says this answer's KV lies."""
-        self.prompt_token_ids: list[int] | None = None
+        self.prompt_token_ids: TokenIds | None = None
         self.output_token_ids = array(ID_TYPE)
         self.num_cached_tokens: int | None = None
         """Prompt tokens that nobody computed for it, where the engine says so with the first piece."""
@@ -135,7 +135,7 @@ class Seen:
 
     def see_prompt_ids(self, ids: object) -> None:
         if self.prompt_token_ids is None:
-            self.prompt_token_ids = ids_or_none(ids)
+            self.prompt_token_ids = TokenIds.of(ids)
 
     def see_output_ids(self, ids: object) -> None:
         if isinstance(ids, list):

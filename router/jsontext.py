@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.openai import bad_request
 
 
@@ -23,15 +24,28 @@ def loads(data: bytes) -> Any:
 
 
 def dumps(value: object) -> bytes:
+    """Of what may have TokenIds in it, as all of these."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_ids_text)
     except TypeError:  # half an emoji has no UTF-8, only an escape
-        return json.dumps(value, separators=(",", ":")).encode()
+        return json.dumps(value, separators=(",", ":"), default=_ids_list).encode()
 
 
 def dumps_request(value: object, *, option: int | None = None) -> bytes:
     """What a client sent. Raises APIError 400 if it cannot be written: reading goes 1024 levels deep, writing 254."""
     try:
-        return orjson.dumps(value, option=option)
+        return orjson.dumps(value, default=_ids_text, option=option)
     except TypeError:
         raise bad_request("The request body is nested too deeply.") from None
+
+
+def _ids_text(value: object) -> orjson.Fragment:
+    if isinstance(value, TokenIds):
+        return orjson.Fragment(value.text)
+    raise TypeError
+
+
+def _ids_list(value: object) -> list[int]:
+    if isinstance(value, TokenIds):
+        return value.numbers.tolist()
+    raise TypeError

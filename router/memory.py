@@ -12,13 +12,13 @@ import time
 from array import array
 from typing import Final
 
+from connectors.wire.ids import ID_TYPE, TokenIds
 from connectors.wire.openai import APIError
 from connectors.wire.transfer import KVTransferParams
 from router import lessons
 from router.answer import Answer
 from router.context import Router
 from router.faults import EngineFault
-from router.ids import ID_TYPE
 from router.record import Record
 from router.release import is_ours
 from router.request import Turn
@@ -57,7 +57,7 @@ async def compare(router: Router, turn: Turn) -> None:
         found = verify(
             offer,
             record.token_ids,
-            array(ID_TYPE, past.prompt_ids),
+            past.prompt_ids.numbers,
             least=router.config.kv_recompute_threshold,
             block_size=router.pool.block_size(record.decode) or router.config.kv_block_size,
         )
@@ -68,20 +68,20 @@ async def compare(router: Router, turn: Turn) -> None:
         past.why = "unverified"
 
 
-async def _prompt_ids(router: Router, turn: Turn, claimed: Claimed) -> list[int] | None:
+async def _prompt_ids(router: Router, turn: Turn, claimed: Claimed) -> TokenIds | None:
     """The ids of the new prompt, as the engines will make them."""
     record = claimed.record
     engine = router.pool.one_ready(turn.model, rather=(record.prefill, record.decode))
     ours = engine is not None and engine.is_ours(turn.model)
     query = turn.endpoint.tokenize_body(turn.body, ours=ours)
-    if isinstance(query, list):
+    if isinstance(query, TokenIds):
         return query
     if engine is None or query is None or not (ours or claimed.offer):
         return None
     if ours:
         # A sampled answer is rarely what its own text would be tokenized to. Our engines then put the known ids in
         # the place of those of the same text, so that what was computed for them can be used.
-        query = {**query, "known_token_ids": record.token_ids.tolist()}
+        query = {**query, "known_token_ids": TokenIds(record.token_ids)}
     turn.report.enter("tokenize")
     ids = await router.upstream.tokenize(engine, query, turn.report.onto(turn.headers, engine.name))
     turn.report.enter("recall")
@@ -120,8 +120,10 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     if key is None or report.decode is None:
         release(router, offer)
         return
-    prompt = array(ID_TYPE, seen.prompt_token_ids or turn.past.prompt_ids or ())
-    output = seen.output_token_ids if seen.output_ids_complete and prompt else ()
+    prompt = seen.prompt_token_ids or turn.past.prompt_ids
+    token_ids = array(ID_TYPE) if prompt is None else prompt.numbers
+    if prompt is not None and seen.output_ids_complete:
+        token_ids = token_ids + seen.output_token_ids
     ttl = router.config.conversation_ttl
     if offer is not None and offer.remote_blocks_ttl is not None:
         ttl = min(ttl, OFFER_SHARE * offer.remote_blocks_ttl)
@@ -133,7 +135,7 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
         prefill=prefill,
         decode=report.decode,
         deadline=time.time() + ttl,
-        token_ids=prompt + array(ID_TYPE, output),
+        token_ids=token_ids,
         media=turn.media,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from multidict import CIMultiDictProxy
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.openai import bad_request
 from connectors.wire.transfer import KVTransferParams
 from router import headers
@@ -38,7 +39,7 @@ class Past:
     claimed: Claimed | None = None
     in_hand: bool = False
     """Whether the claimed offer is ours to give, to put back or to release. It is not while a prefill engine has it."""
-    prompt_ids: list[int] | None = None
+    prompt_ids: TokenIds | None = None
     """Of the new prompt, if an engine told."""
     num_known: int = 0
     """How many of them the last decode engine has computed KV for."""

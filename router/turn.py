@@ -10,6 +10,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from connectors.wire import sse
+from connectors.wire.ids import TokenIds
 from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.openai import APIError, error_body
 from connectors.wire.transfer import PREFIX_CACHE_MISS, KVTransferParams
@@ -194,6 +195,7 @@ async def prefill(router: Router, turn: Turn, plan: Plan, url: str) -> Prefilled
                 path,
                 body,
                 report.onto(turn.headers, engine.name),
+                known=turn.past.prompt_ids,
                 deadline=_prefill_deadline(router, turn, offer),
                 left=left,
                 unsent=unsent,
@@ -267,7 +269,7 @@ async def decode(
             if leg.is_events:
                 turn.blocks = None
                 return await pass_on(router, request, turn, leg, answer)
-        return await pass_whole(router, turn, leg, answer)
+        return await pass_whole(router, turn, leg, answer, ids)
     finally:
         if leg.is_accepted:
             turn.blocks = None
@@ -275,8 +277,9 @@ async def decode(
         memory.let_go(router, answer)
 
 
-async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer) -> WholeResponse:
-    body = await leg.whole(turn.deadline)
+async def pass_whole(router: Router, turn: Turn, leg: Decoding, answer: Answer, ids: TokenIds | None) -> WholeResponse:
+    """`ids`: what those of the prompt probably are."""
+    body = await leg.whole(turn.deadline, known=ids)
     turn.answered = True
     answer.take(body)
     turn.report.enter("remember")

@@ -11,6 +11,7 @@ from typing import Any, Final
 from multidict import CIMultiDictProxy
 from yarl import URL
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.openai import APIError
 from connectors.wire.seal import SEAL_HEADER, SealKeys
 from connectors.wire.transfer import KVTransferParams, WireError
@@ -28,7 +29,7 @@ from router.client_protocol import (
     TooLarge,
 )
 from router.faults import EngineFault, FaultKind
-from router.ids import ids_or_none
+from router.ids import PROMPT_IDS, TOKENS, read_answer
 from router.member import Engine
 from router.metrics import SPLICED, Metrics
 from router.pool import Pool
@@ -67,10 +68,10 @@ class Leg:
         except (ClientError, TimeoutError) as error:
             raise self._upstream.fault_of(self._engine, error) from error
 
-    async def whole(self, due: float | None = None) -> dict[str, Any]:
-        """The answer as JSON, if it is a good one."""
+    async def whole(self, due: float | None = None, *, known: TokenIds | None = None) -> dict[str, Any]:
+        """The answer as JSON, if it is a good one. `known`: what the ids of its prompt probably are."""
         try:
-            answer = await self._upstream.good_object(self._engine, self.response, due or self._due)
+            answer = await self._upstream.good_object(self._engine, self.response, due or self._due, known=known)
             self._engine.answered()
             return answer
         except (ClientError, TimeoutError) as error:
@@ -190,11 +191,13 @@ class Upstream:
         body: Body,
         headers: str,
         *,
+        known: TokenIds | None,
         deadline: float,
         left: Callable[[Prefilled | None], None],
         unsent: Callable[[], None],
     ) -> Prefilled:
-        """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time.
+        """The prefill leg: the whole answer, or APIError. Deadlines are in event loop time. `known`: what the ids of
+        the prompt probably are.
 
         If the caller is cancelled meanwhile, an answer may be on its way, and only it says which blocks to give back:
         `left` gets it, or None if it does not come soon; the request is aborted then, by closing the connection.
@@ -209,7 +212,7 @@ class Upstream:
                 unsent()
                 raise
             try:
-                return self._prefilled(engine, await leg.whole(), leg.started)
+                return self._prefilled(engine, await leg.whole(known=known), leg.started)
             except asyncio.CancelledError:
                 ends_here = False
                 self._background.start(self._leave(engine, leg, left))
@@ -251,14 +254,14 @@ class Upstream:
             raise
         return leg
 
-    async def tokenize(self, engine: Engine, query: Body, headers: str) -> list[int] | None:
+    async def tokenize(self, engine: Engine, query: Body, headers: str) -> TokenIds | None:
         """The ids of a prompt; None if they cannot be had. What may be wrong with the request, its legs will say."""
         ids = None
         due = self.loop.time() + self._tokenize_timeout
         try:
             with await self.send(engine, "/tokenize", query, headers, due) as response:
-                answer = await self.good_object(engine, response, due)
-                ids = ids_or_none(answer.get("tokens"))
+                answer = await self.good_object(engine, response, due, key=TOKENS)
+                ids = TokenIds.of(answer.get(TOKENS))
                 if type(num_spliced := answer.get("num_spliced")) is int and num_spliced > 0:
                     self.metrics.tokens.add(SPLICED, by=num_spliced)
             engine.known.saw("tokenize", True)
@@ -330,15 +333,24 @@ class Upstream:
         data = jsontext.dumps_request(body)
         return await self._client.send("POST", engine.url + path, headers, data, due, among=among)
 
-    async def good_object(self, engine: Engine, response: Response, due: float) -> dict[str, Any]:
-        """The answer's JSON, if its status says that it is good. Raises APIError, ClientError."""
+    async def good_object(
+        self,
+        engine: Engine,
+        response: Response,
+        due: float,
+        *,
+        key: str = PROMPT_IDS,
+        known: TokenIds | None = None,
+    ) -> dict[str, Any]:
+        """The answer's JSON, if its status says that it is good. Raises APIError, ClientError. `key`: where it has the
+        ids of a prompt; `known`: what they probably are."""
         text = await response.read(MAX_ANSWER_BYTES, due)
         if response.status != 200:
             raise self.refusal_in(engine, response, text)
         if not response.is_json:
             raise self.fault(engine, "nonsense", 502, f"answered {response.content_type} where JSON was due")
         try:
-            body = jsontext.loads(text)
+            body = read_answer(text, key, known)
         except ValueError:
             body = None
         if not isinstance(body, dict):
@@ -411,7 +423,7 @@ def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None
         return None
 
 
-def _prompt_token_ids(answer: Mapping[str, Any]) -> list[int] | None:
+def _prompt_token_ids(answer: Mapping[str, Any]) -> TokenIds | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    return ids_or_none(answer.get("prompt_token_ids") or first.get("prompt_token_ids"))
+    return TokenIds.of(answer.get(PROMPT_IDS) or first.get(PROMPT_IDS))

@@ -8,7 +8,6 @@ It says nothing about the rest of the body, which a client may write as it likes
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import time
@@ -20,6 +19,8 @@ from typing import Any, Final, Self
 
 import orjson
 from pydantic import SecretStr
+
+from connectors.wire.ids import ID_TYPE, TokenIds, digest_of
 
 SEAL_HEADER: Final = "X-Backhaul-Seal"
 SEAL_SECONDS: Final = 300.0
@@ -98,8 +99,9 @@ def new_key() -> str:
 def _text(path: str, expiry: str, body: Mapping[str, Any]) -> bytes:
     """What is sealed."""
     kv, ids = body.get(_KV), b""
-    if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list):
-        ids = hashlib.sha256(array("I", given).tobytes()).digest()  # as JSON they would cost more than all the rest
+    if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list | TokenIds):
+        # As JSON they would cost more than all the rest.
+        ids = given.digest if isinstance(given, TokenIds) else digest_of(array(ID_TYPE, given))
         kv = kv.copy()
         del kv[_IDS]
     return orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS) + ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
@@ -34,17 +35,17 @@ class Chat:
     def history(self, body: Body) -> object:
         return body.get("messages")
 
-    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | TokenIds | None:
         if not only_text(body.get("messages")):
             return None
         if ours:
             body = {key: value for key, value in body.items() if key not in OURS_NOT_RENDERED}
         return legs.tokenize_body(body, ASKED | OURS_ASKED if ours else ASKED)
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: TokenIds | None) -> Body:
         return legs.prefill_body(body, _with_ids(body, params, ids), max_tokens=1, max_completion_tokens=1)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         return legs.decode_body(body, None if params is None else _with_ids(body, params, ids), ours=ours)
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
@@ -52,7 +53,7 @@ class Chat:
         return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
-def _with_ids(body: Body, params: KVTransferParams, ids: list[int] | None) -> Params:
+def _with_ids(body: Body, params: KVTransferParams, ids: TokenIds | None) -> Params:
     # With pictures or sound ids do not say everything; the engine then renders the messages itself.
     if not ids or not only_text(body.get("messages")):
         return params.to_json()

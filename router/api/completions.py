@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, ChoicesAnswer, Wishes
@@ -30,16 +31,16 @@ class Completions:
     def history(self, body: Body) -> object:
         return None
 
-    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | TokenIds | None:
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
-            return prompt
+        if (ids := legs.given_ids(prompt)) is not None:
+            return ids
         return legs.tokenize_body(body, ASKED) if isinstance(prompt, str) else None
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: TokenIds | None) -> Body:
         return _with_ids(legs.prefill_body(body, params.to_json(), max_tokens=1), ids)
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         leg = _with_ids(legs.decode_body(body, None if params is None else params.to_json(), ours=ours), ids)
         return {**leg, TOKEN_NOTE: OUTPUT} if ids and ours else leg
 
@@ -48,7 +49,7 @@ class Completions:
         return ChoicesAnswer(Wishes(asked, asked, legs.wants_usage(body), expose), noted=ours)
 
 
-def _with_ids(leg: Body, ids: list[int] | None) -> Body:
+def _with_ids(leg: Body, ids: TokenIds | None) -> Body:
     return {**leg, "prompt": ids} if ids else leg
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, ChoicesAnswer, Wishes
 from router.api import legs
@@ -26,12 +27,11 @@ class Generate:
     def history(self, body: Body) -> object:
         return None
 
-    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
-        ids = body.get("token_ids")
-        known = isinstance(ids, list) and ids and all(type(token) is int and 0 <= token < 2**31 for token in ids)
-        return ids if known and body.get("features") is None and body.get("content_parts") is None else None
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | TokenIds | None:
+        ids = legs.given_ids(body.get("token_ids"))
+        return ids if body.get("features") is None and body.get("content_parts") is None else None
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: TokenIds | None) -> Body:
         sampling = legs.without(_sampling(body), legs.PREFILL_DROPS)
         return {
             **legs.without(body, _PREFILL_DROPS),
@@ -41,7 +41,7 @@ class Generate:
             "kv_transfer_params": params.to_json(),
         }
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         return legs.decode_body(body, None if params is None else params.to_json(), ours=ours)
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.note import OUTPUT, TOKEN_NOTE
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer
@@ -67,7 +68,7 @@ class Prefilled:
     engine: str
     params: KVTransferParams | None
     """None if the engine named no blocks to pull."""
-    prompt_token_ids: list[int] | None
+    prompt_token_ids: TokenIds | None
     answered_at: float
     """Event loop time; the lease on the blocks runs from then."""
     seconds: float
@@ -91,14 +92,14 @@ class Endpoint(Protocol):
     def history(self, body: Body) -> object:
         """The messages that make the conversation, or None if this endpoint has none."""
 
-    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | TokenIds | None:
         """What to ask an engine's /tokenize for the ids of the prompt; or the ids themselves; or None if an answer
         would not be certain to be what the engines make of this body. `ours`: whether it is an engine of Backhaul."""
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: TokenIds | None) -> Body:
         """The body for the prefill engine; `ids` are those of the prompt, if known."""
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         """The body for the decode engine."""
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
@@ -137,7 +138,7 @@ def prefill_body(body: Body, params: Params, **changes: int) -> Body:
     }
 
 
-def prefill_by_ids(body: Body, params: Params, ids: list[int]) -> Body:
+def prefill_by_ids(body: Body, params: Params, ids: TokenIds) -> Body:
     """For an engine that has just tokenized this chat for us, and would have to render and tokenize it again."""
     kept = {key: value for key, value in body.items() if key in BY_IDS_KEEPS}
     return {**prefill_body(kept, params, max_tokens=1), "prompt": ids}
@@ -162,6 +163,12 @@ def tokenize_body(body: Body, asked: frozenset[str]) -> Body | None:
     if given - asked - NOT_RENDERED:
         return None
     return {key: body[key] for key in given & asked}
+
+
+def given_ids(prompt: object) -> TokenIds | None:
+    """The ids that a client has sent for its prompt, if they can be a model's."""
+    ids = TokenIds.of(prompt)
+    return ids if ids is not None and max(ids.numbers) < 2**31 else None
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.transfer import KVTransferParams
 from router.answer import Answer, Wishes
 from router.api import legs
@@ -36,17 +37,17 @@ class Responses:
     def history(self, body: Body) -> object:
         return history_of(body)
 
-    def tokenize_body(self, body: Body, *, ours: bool) -> Body | list[int] | None:
+    def tokenize_body(self, body: Body, *, ours: bool) -> Body | TokenIds | None:
         if not ours or media_digests(history_of(body)):
             return None  # others' /tokenize knows chats only
         return legs.tokenize_body(legs.without(body, NOT_RENDERED), ASKED)
 
-    def prefill_leg(self, body: Body, params: KVTransferParams, ids: list[int] | None) -> Body:
+    def prefill_leg(self, body: Body, params: KVTransferParams, ids: TokenIds | None) -> Body:
         # Only what D answers is anything that an engine may store.
         leg = legs.prefill_body(body, _with_ids(body, params, ids), max_output_tokens=1, store=False)
         return legs.without(leg, frozenset({"n", "background"}))
 
-    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: list[int] | None, *, ours: bool) -> Body:
+    def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         leg = legs.decode_body(body, None if params is None else _with_ids(body, params, ids), ours=ours)
         return leg if ours else legs.without(leg, frozenset({"stream_options", "return_token_ids"}))
 
@@ -55,7 +56,7 @@ class Responses:
         return ResponseAnswer(Wishes(asked, asked, params=expose))
 
 
-def _with_ids(body: Body, params: KVTransferParams, ids: list[int] | None) -> Params:
+def _with_ids(body: Body, params: KVTransferParams, ids: TokenIds | None) -> Params:
     if not ids or media_digests(history_of(body)):
         return params.to_json()
     return {**params.to_json(), "prompt_token_ids": ids}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from connectors.wire.ids import TokenIds
 from connectors.wire.transfer import KVTransferParams
 from router.api import legs
 from router.api.chat import Chat
@@ -278,7 +279,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
             id="a picture has no ids",
         ),
         pytest.param(TEXT, TEXT, id="text"),
-        pytest.param({**TEXT, "prompt": [1, 2]}, [1, 2], id="ids as they are"),
+        pytest.param({**TEXT, "prompt": [1, 2]}, TokenIds.of([1, 2]), id="ids as they are"),
         pytest.param({**TEXT, "prompt": [1, True]}, None, id="no ids"),
         pytest.param({**TEXT, "prompt": ["Hi"]}, None, id="list of texts"),
         pytest.param({**TEXT, "suffix": "!"}, None, id="fill in the middle"),
