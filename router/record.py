@@ -153,8 +153,8 @@ def unpack_offer(data: bytes) -> KVTransferParams:
         ends = accumulate(facts.groups)
         params["remote_block_ids"] = [ids[end - size : end] for size, end in zip(facts.groups, ends, strict=True)]
     if facts.hashes is not None:
-        text, size = data[hashes_start:].hex(), 2 * facts.hash_bytes
-        params["remote_block_hashes"] = [text[i * size : (i + 1) * size] for i in range(facts.hashes)]
+        text = data[hashes_start:].hex(",", facts.hash_bytes)
+        params["remote_block_hashes"] = text.split(",") if text else []
     return KVTransferParams.parse(params, where="offer")
 
 

@@ -81,6 +81,8 @@ def common_prefix(one: array[int], other: array[int]) -> int:
     size = one.itemsize
     a, b = memoryview(one).cast("B"), memoryview(other).cast("B")
     low, high = 0, min(len(one), len(other))
+    if a[: high * size].tobytes() == b[: high * size].tobytes():  # as in most turns that go on
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low * size : middle * size].tobytes() == b[low * size : middle * size].tobytes():
