@@ -16,7 +16,7 @@ from router import jsontext
 
 PROMPT_IDS: Final = "prompt_token_ids"
 TOKENS: Final = "tokens"
-WORTH_BYTES: Final = 1 << 10
+WORTH_BYTES: Final = 1 << 12
 """Of an answer, from which on this is faster than to read everything at once."""
 
 _STAND_IN: Final = secrets.token_hex()
@@ -30,8 +30,7 @@ def read_answer(data: bytes, key: str = PROMPT_IDS, known: TokenIds | None = Non
 
     They are a list as always where they stand in another place than engines put them, or are none.
     """
-    cut = _cut(data, _MARKS[key], known) if len(data) >= WORTH_BYTES else None
-    if cut is not None:
+    if len(data) >= WORTH_BYTES and (cut := _cut(data, _MARKS[key], known)) is not None:
         ids, rest = cut
         try:
             body = jsontext.loads(rest)

@@ -14,7 +14,7 @@ def from_prefill(turn: Turn, engine: Engine, prefilled: Prefilled, offered: KVTr
     """A prefill leg was answered; `offered` are the blocks that it was given."""
     if _is_known_well(engine):
         return
-    told_ids = None if turn.endpoint.name == "responses" else bool(prefilled.prompt_token_ids)
+    told_ids = None if turn.endpoint.name == "responses" else prefilled.prompt_token_ids is not None
     engine.known.saw_prefill(prefilled.params, told_ids=told_ids, offered=offered)
 
 

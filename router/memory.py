@@ -81,7 +81,7 @@ async def _prompt_ids(router: Router, turn: Turn, claimed: Claimed) -> TokenIds 
     if ours:
         # A sampled answer is rarely what its own text would be tokenized to. Our engines then put the known ids in
         # the place of those of the same text, so that what was computed for them can be used.
-        query = {**query, "known_token_ids": TokenIds(record.token_ids)}
+        query = {**query, "known_token_ids": TokenIds.made_of(record.token_ids)}
     turn.report.enter("tokenize")
     ids = await router.upstream.tokenize(engine, query, turn.report.onto(turn.headers, engine.name))
     turn.report.enter("recall")
@@ -120,7 +120,7 @@ async def remember(router: Router, turn: Turn, answer: Answer) -> None:
     if key is None or report.decode is None:
         release(router, offer)
         return
-    prompt = seen.prompt_token_ids or turn.past.prompt_ids
+    prompt = turn.past.prompt_ids if seen.prompt_token_ids is None else seen.prompt_token_ids
     token_ids = array(ID_TYPE) if prompt is None else prompt.numbers
     if prompt is not None and seen.output_ids_complete:
         token_ids = token_ids + seen.output_token_ids

@@ -124,7 +124,8 @@ class Report:
 
     def see_prefill(self, prefilled: Prefilled) -> int | None:
         """A prefill leg's answer; returns how many tokens it computed, if it says so."""
-        self.prompt_tokens = len(prefilled.prompt_token_ids or ()) or None
+        ids = prefilled.prompt_token_ids
+        self.prompt_tokens = None if ids is None else len(ids.numbers)
         if prefilled.params is not None:
             self.cached_tokens = prefilled.params.remote_prefill_cached_tokens
             self.pulled_tokens = prefilled.params.remote_prefill_pulled_tokens
@@ -144,15 +145,15 @@ class Report:
     def see_start(self, seen: Seen) -> None:
         """The first piece of a stream; for a turn without a prefill leg it tells what that would have told."""
         self.see_first_byte()
-        if self.prompt_tokens is None and seen.prompt_token_ids:
-            self.prompt_tokens = len(seen.prompt_token_ids)
+        if self.prompt_tokens is None and (ids := seen.prompt_token_ids) is not None:
+            self.prompt_tokens = len(ids.numbers)
         if not self.handoff and seen.num_cached_tokens is not None:
             self.cached_tokens = seen.num_cached_tokens
 
     def see_usage(self, seen: Seen) -> None:
         """Take the engine's own counts where it gives them, else those of the ids seen."""
-        usage = seen.usage
-        known = len(seen.prompt_token_ids or ()) or self.prompt_tokens
+        usage, ids = seen.usage, seen.prompt_token_ids
+        known = self.prompt_tokens if ids is None else len(ids.numbers)
         self.prompt_tokens = known if usage.prompt is None else usage.prompt
         self.completion_tokens = usage.completion
         if usage.completion is None and seen.output_token_ids:

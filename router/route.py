@@ -46,7 +46,7 @@ def plan_turn(router: Router, turn: Turn) -> Plan:
 def prefill_leg(turn: Turn, engine: Engine, body: Body, params: KVTransferParams) -> tuple[str, Body]:
     """What a prefill engine is asked, and where. Engines of ours take a chat's ids inside the transfer params."""
     ids = turn.past.prompt_ids
-    if ids and turn.endpoint.name == "chat" and engine.can.kind == "vllm":
+    if ids is not None and turn.endpoint.name == "chat" and engine.can.kind == "vllm":
         return BY_IDS_PATH, prefill_by_ids(body, params.to_json(), ids)
     return turn.endpoint.path, turn.endpoint.prefill_leg(body, params, ids)
 

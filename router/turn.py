@@ -236,7 +236,7 @@ async def decode(
         report.restart()
         report.kv = plan.kv
         turn.encodings = await encode(router, turn, plan, engine) if turn.media else NONE
-    elif prefilled.prompt_token_ids:
+    elif prefilled.prompt_token_ids is not None:
         ids = prefilled.prompt_token_ids
     router.metrics.plans.add(plan.reason, report.kv or "")
     if plan.lack is not None:

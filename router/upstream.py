@@ -424,6 +424,8 @@ def _params_for_decode(engine: Engine, value: object) -> KVTransferParams | None
 
 
 def _prompt_token_ids(answer: Mapping[str, Any]) -> TokenIds | None:
+    if told := answer.get(PROMPT_IDS):
+        return TokenIds.of(told)
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    return TokenIds.of(answer.get(PROMPT_IDS) or first.get(PROMPT_IDS))
+    return TokenIds.of(first.get(PROMPT_IDS))

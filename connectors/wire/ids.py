@@ -14,25 +14,22 @@ ID_TYPE: Final = "I"
 class TokenIds:
     """The ids of one prompt, at least one: as numbers, as JSON, and as the digest that stands for them in a seal.
 
-    Each form is made when it is first asked for, and kept: one turn sends the same ids up to three times, and of
-    100,000 each takes milliseconds.
+    One turn sends the same ids up to three times, and of 100,000 each form takes milliseconds: so they are kept.
     """
 
-    __slots__ = ("_digest", "_text", "numbers")
+    __slots__ = ("_digest", "numbers", "text")
 
-    def __init__(self, numbers: array[int], text: bytes | None = None) -> None:
-        """`numbers`: `array("I")`, not to be changed; `text`: the same as JSON."""
+    def __init__(self, numbers: array[int], text: bytes) -> None:
+        """`numbers`: `array("I")`; `text`: the same as a JSON list. Neither is to be changed."""
         self.numbers = numbers
-        self._text = text
+        self.text = text
         self._digest: bytes | None = None
 
     @classmethod
     def of(cls, value: object) -> Self | None:
         """Of a list read from JSON; None for anything else, and for a list of anything else. No loop in Python."""
-        if isinstance(value, cls):
-            return value
         if not isinstance(value, list) or not value:
-            return None
+            return value if isinstance(value, cls) else None
         try:
             numbers = array(ID_TYPE, value)  # refuses all but integers that fit, and true, which it takes for 1
         except (TypeError, OverflowError):
@@ -49,6 +46,17 @@ class TokenIds:
             return None
         return cls(numbers, text) if numbers and text[:1] == b"[" and b"e" not in text else None
 
+    @classmethod
+    def made_of(cls, numbers: array[int]) -> Self:
+        """Of `array("I")`, at least one."""
+        return cls(numbers, orjson.dumps(numbers.tolist()))
+
+    def digest(self) -> bytes:
+        """SHA-256 of the numbers, 4 bytes each."""
+        if self._digest is None:
+            self._digest = digest_of(self.numbers)
+        return self._digest
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -59,20 +67,6 @@ class TokenIds:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)})"  # ids are prompts, which are not logged
-
-    @property
-    def text(self) -> bytes:
-        """JSON of a list."""
-        if self._text is None:
-            self._text = orjson.dumps(self.numbers.tolist())
-        return self._text
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the numbers, 4 bytes each."""
-        if self._digest is None:
-            self._digest = digest_of(self.numbers)
-        return self._digest
 
 
 def digest_of(numbers: array[int]) -> bytes:

@@ -99,9 +99,9 @@ def new_key() -> str:
 def _text(path: str, expiry: str, body: Mapping[str, Any]) -> bytes:
     """What is sealed."""
     kv, ids = body.get(_KV), b""
-    if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), list | TokenIds):
+    if isinstance(kv, dict) and isinstance(given := kv.get(_IDS), (TokenIds, list)):
         # As JSON they would cost more than all the rest.
-        ids = given.digest if isinstance(given, TokenIds) else digest_of(array(ID_TYPE, given))
+        ids = digest_of(array(ID_TYPE, given)) if isinstance(given, list) else given.digest()
         kv = kv.copy()
         del kv[_IDS]
     return orjson.dumps([path, expiry, kv, body.get(_EC)], option=orjson.OPT_SORT_KEYS) + ids

@@ -55,7 +55,7 @@ class Chat:
 
 def _with_ids(body: Body, params: KVTransferParams, ids: TokenIds | None) -> Params:
     # With pictures or sound ids do not say everything; the engine then renders the messages itself.
-    if not ids or not only_text(body.get("messages")):
+    if ids is None or not only_text(body.get("messages")):
         return params.to_json()
     return {**params.to_json(), "prompt_token_ids": ids}
 

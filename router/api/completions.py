@@ -42,7 +42,7 @@ class Completions:
 
     def decode_leg(self, body: Body, params: KVTransferParams | None, ids: TokenIds | None, *, ours: bool) -> Body:
         leg = _with_ids(legs.decode_body(body, None if params is None else params.to_json(), ours=ours), ids)
-        return {**leg, TOKEN_NOTE: OUTPUT} if ids and ours else leg
+        return {**leg, TOKEN_NOTE: OUTPUT} if ids is not None and ours else leg
 
     def answer(self, body: Body, *, ours: bool, expose: bool) -> Answer:
         asked = bool(body.get("return_token_ids"))
@@ -50,7 +50,7 @@ class Completions:
 
 
 def _with_ids(leg: Body, ids: TokenIds | None) -> Body:
-    return {**leg, "prompt": ids} if ids else leg
+    return {**leg, "prompt": ids} if ids is not None else leg
 
 
 def _one_prompt(prompt: object) -> bool:

@@ -57,6 +57,6 @@ class Responses:
 
 
 def _with_ids(body: Body, params: KVTransferParams, ids: TokenIds | None) -> Params:
-    if not ids or media_digests(history_of(body)):
+    if ids is None or media_digests(history_of(body)):
         return params.to_json()
     return {**params.to_json(), "prompt_token_ids": ids}

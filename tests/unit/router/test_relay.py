@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.wire import sse
+from connectors.wire.ids import TokenIds
 from router.answer import READ_AHEAD_BYTES, ChoicesAnswer, Wishes
 from router.relay import StreamRelay
 from router.response_answer import ResponseAnswer
@@ -55,7 +56,7 @@ def test_recorded_stream() -> None:
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in seen[:-1])
     assert text == answer.message["content"]
     assert text.startswith("The quick brown fox")
-    assert answer.seen.prompt_token_ids == sent[0]["prompt_token_ids"]
+    assert answer.seen.prompt_token_ids == TokenIds.of(sent[0]["prompt_token_ids"])
     assert len(answer.seen.output_token_ids) == 24
     assert answer.seen.output_ids_complete
     assert answer.seen.usage.prompt == 638
@@ -101,7 +102,7 @@ def test_cut_at_every_offset_client_and_router_see_the_same(chat: bool, pieces: 
         assert out == expected
         assert answer.seen.params == first.seen.params
         assert list(answer.seen.output_token_ids) == OUTPUT_IDS
-        assert answer.seen.prompt_token_ids == PROMPT_IDS
+        assert answer.seen.prompt_token_ids == TokenIds.of(PROMPT_IDS)
 
 
 @given(st.lists(st.integers(1, len(RECORDED) - 1), max_size=20))
