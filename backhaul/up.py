@@ -46,7 +46,7 @@ class UpConfig(Settings):
     encoder: Annotated[int, Field(ge=0, json_schema_extra={"bare": 1})] = 0
     """Number of encode engines, for a model that sees pictures; --encoder alone: 1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV. auto: bfloat16 where the device computes it natively, else float32."""
+    """Of weights and KV. auto: bfloat16 on a GPU that has it and on a CPU with AMX, else float32."""
     max_model_len: Positive | None = None
     """Longest prompt plus output, in tokens; default: the model's own limit."""
     served_model_name: str | None = None

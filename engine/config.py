@@ -100,7 +100,7 @@ class EngineConfig(_Settings):
     served_model_name: str | None = None
     """Model name in the API; default: the name the model file carries, else the file's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV. auto: bfloat16 where the device computes it natively, else float32."""
+    """Of weights and KV. auto: bfloat16 on a GPU that has it and on a CPU with AMX, else float32."""
     quantization: Literal["int8"] | None = None
     """int8: on a CPU, weights in 8 bits, or the file's if those are fewer, and products in whole numbers: about
     1.5 times as fast to decode. Default: as exact as `dtype` is."""

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import StartError
 from engine.kv_cache import KVLayout
 from engine.model.config import ModelConfig
-from engine.model.layers import computes_bfloat16
+from engine.model.layers import prefers_bfloat16
 
 DEFAULT_SEQUENCES = 2
 """Sequences of full length the default arena has room for."""
@@ -42,7 +42,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
-        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
+        return torch.bfloat16 if prefers_bfloat16(device) else torch.float32
     named: torch.dtype = getattr(torch, config.dtype)
     return named
 

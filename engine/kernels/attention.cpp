@@ -8,27 +8,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "cache.h"
 #include "simd.h"
-
-extern "C" {
-
-// Arena: [blocks][layers][2 (K, V)][kv_heads][block_size][head_dim]
-struct Cache {
-    void* arena;
-    int64_t layers, kv_heads, block_size, head_dim;
-};
-}
 
 namespace {
 
 constexpr int PART = 256;  // tokens of context per task: a long context is shared out over the threads
 constexpr int GROUP = 3;   // query heads handled together, each key and value being loaded once for all of them
-
-struct Strides {
-    int64_t head, value, layer, block;
-    explicit Strides(const Cache& c)
-        : head(c.block_size * c.head_dim), value(c.kv_heads * head), layer(2 * value), block(c.layers * layer) {}
-};
 
 // The pair x, y turned, rounded as the reference implementations do: the angle's cosine and sine, each product, the sum.
 template <typename A, typename To>

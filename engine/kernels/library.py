@@ -83,6 +83,9 @@ class Kernels:
         suffixes = {(a, c): f"{_SUFFIX[a]}_{_SUFFIX[c]}" for a, c in _ATTENTION}
         self._rope_store = {k: function(f"rope_store_{s}", p, i, p, i, i, p, p, p) for k, s in suffixes.items()}
         self._gather = {k: function(f"gather_{s}", p, i, p, i, p) for k, s in suffixes.items()}
+        self._prefill = {
+            k: function(f"paged_prefill_{s}", p, i, p, i, p, i, p, i, p) for k, s in suffixes.items() if k[0] == _F32
+        }
         self._decode = {k: function(f"paged_decode_{s}", p, i, p, i, i, p, i, p, p) for k, s in suffixes.items()}
 
     def use_torch_threads(self) -> None:
@@ -129,7 +132,9 @@ class Kernels:
         key = (activations, cache.layout.dtype)
         if key not in self._decode or cache.layout.head_dim % self.lanes:
             return None
-        return AttentionKernels(cache, num_heads, self._rope_store[key], self._gather[key], self._decode[key])
+        return AttentionKernels(
+            cache, num_heads, self._rope_store[key], self._gather[key], self._prefill.get(key), self._decode[key]
+        )
 
 
 class PackedLinear:
@@ -206,8 +211,10 @@ class AttentionKernels:
         num_heads: int,
         rope_store: Callable[..., None],
         gather: Callable[..., None],
+        prefill: Callable[..., None] | None,
         decode: Callable[..., None],
     ) -> None:
+        """`prefill`: None where activations are rounded."""
         layout = cache.layout
         self._cache = cache  # keeps the arena alive
         self._struct = _CacheStruct(
@@ -215,7 +222,7 @@ class AttentionKernels:
         )
         self._pointer = ctypes.addressof(self._struct)
         self._num_heads = num_heads
-        self._rope_store, self._gather, self._decode = rope_store, gather, decode
+        self._rope_store, self._gather, self._prefill, self._decode = rope_store, gather, prefill, decode
 
     @property
     def entry(self) -> tuple[int, int, int, int]:
@@ -247,6 +254,28 @@ class AttentionKernels:
         out = torch.empty(2, self._struct.kv_heads, context_len, self._struct.head_dim, dtype=dtype)
         self._gather(self._pointer, layer, blocks.data_ptr(), context_len, out.data_ptr())
         return out
+
+    def prefill(self, layer: int, qkv: Tensor, block_table: Tensor, prefills: Tensor, out: Tensor) -> None:
+        """Attention of the rows of qkv that `prefills` names, into those of `out`; qkv is float32.
+
+        prefills: [sequences, 4] int64: row of the block table, first row of qkv, number of rows, and length of the
+        sequence with these.
+        """
+        assert self._prefill is not None
+        assert qkv.is_contiguous()
+        assert block_table.is_contiguous()
+        assert prefills.is_contiguous()
+        self._prefill(
+            self._pointer,
+            layer,
+            qkv.data_ptr(),
+            self._num_heads,
+            block_table.data_ptr(),
+            block_table.shape[1],
+            prefills.data_ptr(),
+            prefills.shape[0],
+            out.data_ptr(),
+        )
 
     def decode(self, layer: int, qkv: Tensor, block_table: Tensor, context_lens: Tensor, out: Tensor) -> None:
         """Attention of the first len(context_lens) rows of qkv, each the last token of its sequence, into `out`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -117,6 +118,81 @@ def test_decode_and_prefill_handle_every_block_size(kernels: Kernels, block_size
     ours, expected, fast, plain = run_both(kernels, [1, 1, 70], [301, 7, 203], block_size=block_size)
     torch.testing.assert_close(ours, expected, atol=TOLERANCE[torch.float32], rtol=1e-4)
     torch.testing.assert_close(fast.arena, plain.arena)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("counts", "context_lens"),
+    [
+        ([2], [2]),
+        ([33], [33]),
+        ([2], [1000]),
+        ([64, 65, 63], [64, 129, 1025]),
+        ([700], [700]),
+        ([1, 1, 300, 5, 2], [100, 64, 811, 5, 66]),
+    ],
+)
+def test_prefill_equals_torch(
+    kernels: Kernels, counts: list[int], context_lens: list[int], head_dim: int, dtype: torch.dtype
+) -> None:
+    ours, expected, fast, plain = run_both(kernels, counts, context_lens, head_dim=head_dim, dtype=dtype)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE[torch.float32], rtol=1e-4)
+    torch.testing.assert_close(fast.arena, plain.arena, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (3, 1), (5, 1), (9, 3), (14, 2), (40, 1), (8, 8)])
+def test_prefill_handles_every_group_size(kernels: Kernels, heads: int, kv_heads: int) -> None:
+    ours, expected, _, _ = run_both(kernels, [150, 7], [150, 90], heads=heads, kv_heads=kv_heads)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE[torch.float32], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_gives_the_same_bits_however_a_prompt_is_cut(kernels: Kernels, dtype: torch.dtype) -> None:
+    """And whatever is computed beside it."""
+    length, other = 333, 50
+    cache = KVCache(KVLayout(1, 2, 64, 16, dtype), 40)
+    bound = kernels.attention_for(cache, torch.float32, 6)
+    assert bound is not None
+    attention = CpuPagedAttention(bound, num_heads=6)
+    qkv = torch.randn(length, 10, 64)
+    table = torch.randperm(40, dtype=torch.int32)
+    mine, others = table[:21], table[21:25]
+
+    def step(start: int, stop: int, *, company: bool) -> Tensor:
+        """Rows of the prompt from start to stop."""
+        count = stop - start
+        places = torch.arange(start, stop)
+        slots = mine[places // 16].long() * 16 + places % 16
+        rows, blocks, prefills = qkv[start:stop], mine[None], [Prefill(0, 0, count, stop)]
+        if company:
+            beside = torch.arange(other)
+            places, rows = torch.cat((beside, places)), torch.cat((torch.randn(other, 10, 64), rows))
+            slots = torch.cat((others[beside // 16].long() * 16 + beside % 16, slots))
+            blocks = torch.stack((torch.nn.functional.pad(others, (0, 17)), mine))
+            prefills = [Prefill(0, 0, other, other), Prefill(1, other, count, stop)]
+        lens = torch.tensor([one.context_len for one in prefills], dtype=torch.int32)
+        asked = Step(places, slots, blocks.contiguous(), lens, 0, tuple(prefills))
+        angles = torch.zeros(len(places), 32)
+        return attention.begin(asked, angles.cos(), angles.sin())(0, rows.clone())[-count:]
+
+    whole = step(0, length, company=False)
+    for edges in ([0, length], [0, 2, length], [0, 64, 128, 200, length], [0, 100, 103, 331, length]):
+        parts = [step(start, stop, company=True) for start, stop in itertools.pairwise(edges)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_nan_ahead_of_a_prompt_does_not_show_and_nan_in_it_does(kernels: Kernels) -> None:
+    cache = KVCache(KVLayout(1, 1, 16, 16, torch.float32), 6)
+    cache.arena.fill_(float("nan"))  # of whoever had the blocks before
+    step = random_step(cache, [40], [40])
+    bound = kernels.attention_for(cache, torch.float32, 1)
+    assert bound is not None
+    attend = CpuPagedAttention(bound, num_heads=1).begin(step, torch.ones(40, 8), torch.zeros(40, 8))
+    qkv = torch.randn(40, 3, 16)
+    assert attend(0, qkv.clone()).isfinite().all()
+    qkv[5, 1, 3] = float("nan")
+    assert attend(0, qkv)[5:].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,15 +93,20 @@ def test_bfloat16_is_no_further_from_the_exact_logits_than_transformers(
     )
     exact_model = reference_model(tmp_path, torch.bfloat16).float()
     rounded_model = reference_model(tmp_path, torch.bfloat16)
-    for length in (5, 33, 200):
-        tokens = random_tokens(length + 1, seed=length)
+    errors, expected = [], []
+    # Of many prompts: which of two equally good roundings is closer for a single one is chance.
+    for length, seed in itertools.product((5, 33, 200), range(8)):
+        tokens = random_tokens(length + 1, seed=1000 * seed + length)
         exact, rounded = reference_logits(exact_model, tokens), reference_logits(rounded_model, tokens)
         request = machine.request(tokens[:-1])
         ours = [machine.prefill(request)]
         request.append(tokens[-1])
         ours.append(machine.decode(request)[0])
-        error = (torch.stack(ours) - exact[-2:]).abs().mean()
-        assert 0 < error < BFLOAT16_MARGIN * (rounded[-2:] - exact[-2:]).abs().mean()
+        machine.free += request.block_ids
+        errors.append((torch.stack(ours) - exact[-2:]).abs().mean())
+        expected.append((rounded[-2:] - exact[-2:]).abs().mean())
+    error = torch.stack(errors).mean()
+    assert 0 < error < BFLOAT16_MARGIN * torch.stack(expected).mean()
 
 
 def test_bfloat16_activations_are_right_where_the_device_has_them(

@@ -79,9 +79,15 @@ def test_threads_default_to_the_cores_of_this_process() -> None:
     assert choose_threads(EngineConfig(model="m", threads=3)) == 3
 
 
-def test_dtype_is_as_asked() -> None:
+@pytest.mark.parametrize("has_vectors", [True, False])
+@pytest.mark.parametrize(("has_amx", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_dtype_is_as_asked_or_what_suits_the_cpu(
+    has_amx: bool, expected: torch.dtype, has_vectors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_vectors)
     assert choose_dtype(EngineConfig(model="m", dtype="bfloat16"), CPU) is torch.bfloat16
-    assert choose_dtype(EngineConfig(model="m"), CPU) in (torch.bfloat16, torch.float32)
+    assert choose_dtype(EngineConfig(model="m"), CPU) is expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
