@@ -23,6 +23,7 @@ from router import jsontext
 FEW_BLOCKS: Final = 16
 """Up to so many are written as JSON: to pack them would take longer and save nothing."""
 MAX_TURN: Final = 2**31 - 1
+MAX_HASH_BYTES: Final = 1 << 16
 
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct("<BBII")  # format version, bytes of a token id, number of token ids, bytes of the facts
@@ -55,7 +56,7 @@ class _OfferFacts(BaseModel):
     id_bytes: Annotated[int, Field(ge=1, le=_ITEM_BYTES)]
     hashes: Annotated[int, Field(ge=0)] | None
     """How many block hashes there are; None if they are in `params`, or nowhere."""
-    hash_bytes: Annotated[int, Field(ge=1)]
+    hash_bytes: Annotated[int, Field(ge=1, le=MAX_HASH_BYTES)]
 
 
 @dataclass(slots=True)
@@ -204,6 +205,6 @@ def _pack_hashes(hashes: Sequence[str]) -> bytes | None:
         data = bytes.fromhex(text)
     except ValueError:
         return None
-    if data.hex() != text or len(data) % len(hashes):
+    if data.hex() != text or len(data) % len(hashes) or len(data) // len(hashes) > MAX_HASH_BYTES:
         return None
     return data

@@ -9,6 +9,7 @@ from typing import Final, Self
 import orjson
 
 ID_TYPE: Final = "I"
+_NOT_OURS: Final = (b" ", b"-", b"\n", b"\r", b"\t")
 
 
 class TokenIds:
@@ -39,12 +40,14 @@ class TokenIds:
 
     @classmethod
     def read(cls, text: bytes) -> Self | None:
-        """Of the JSON of a list; None for any other."""
+        """Of the JSON of a list; None for any other. Written in another way than ours, it is written anew."""
         try:
             numbers = array(ID_TYPE, orjson.loads(text))
         except (TypeError, OverflowError, ValueError):
             return None
-        return cls(numbers, text) if numbers and text[:1] == b"[" and b"e" not in text else None
+        if not numbers or text[:1] != b"[" or b"e" in text:
+            return None
+        return cls.made_of(numbers) if any(mark in text for mark in _NOT_OURS) else cls(numbers, text)
 
     @classmethod
     def made_of(cls, numbers: array[int]) -> Self:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -129,7 +130,7 @@ void look(Tile& tile, const Keys& part, int64_t dim, int64_t seen_by_all, float*
             }
             top = score > top ? score : top;
         }
-        factor[i] = exp(tile.top[i] - top);  // all see the first key, so that this is never inf - inf
+        factor[i] = exp(tile.top[i] - top);
         tile.top[i] = top;
         for (int t = 0; t < part.count; t++) {
             const vec weight = exp(load(column + t * WIDTH) - top);
@@ -163,7 +164,8 @@ void attend(const Cache& cache, int64_t layer, const float* qkv, int64_t heads, 
             tile.place[i / LANES][i % LANES] = int32_t(before + token);
         }
         std::fill(tile.totals, tile.totals + dim * WIDTH, 0.0f);
-        for (int i = 0; i < 2; i++) tile.top[i] = splat(-INFINITY), tile.sum[i] = vec{};
+        // Not -inf: a part may have no other scores, and inf - inf is no number.
+        for (int i = 0; i < 2; i++) tile.top[i] = splat(std::numeric_limits<float>::lowest()), tile.sum[i] = vec{};
     }
     const int64_t end = before + (first + count - 1) / group + 1;
     for (int64_t start = 0; start < end; start += PART) {

@@ -233,6 +233,7 @@ OFFER_FACTS: dict[str, Any] = {"params": {}, "groups": [1], "id_bytes": 1, "hash
         {"id_bytes": 0},
         {"id_bytes": 5},
         {"hashes": 2**62, "hash_bytes": 0},
+        {"hashes": 0, "hash_bytes": 2**31},
         {"hashes": -1},
         {"hash_bytes": -1},
         {"more": 1},

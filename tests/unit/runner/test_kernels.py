@@ -182,6 +182,26 @@ def test_prefill_gives_the_same_bits_however_a_prompt_is_cut(kernels: Kernels, d
         assert torch.equal(torch.cat(parts), whole)
 
 
+def test_prompt_whose_first_scores_are_all_minus_infinity_is_what_is_left(kernels: Kernels) -> None:
+    length = 200
+    cache = KVCache(KVLayout(1, 1, 64, 16, torch.float32), 16)
+    step = random_step(cache, [length], [length])
+    bound = kernels.attention_for(cache, torch.float32, 1)
+    assert bound is not None
+    qkv = torch.randn(length, 3, 64)
+    qkv[:, 0] = 100.0
+    qkv[:70, 1] = -3e38
+    attend = CpuPagedAttention(bound, num_heads=1).begin(step, torch.ones(length, 32), torch.zeros(length, 32))
+    ours = attend(0, qkv.clone())[100:]
+    weights = torch.softmax(
+        (qkv[100:, 0] @ qkv[70:, 1].T / 8).masked_fill(
+            torch.arange(70, length) > torch.arange(100, length)[:, None], -torch.inf
+        ),
+        -1,
+    )
+    torch.testing.assert_close(ours, weights @ qkv[70:, 2], atol=1e-4, rtol=1e-3)
+
+
 def test_nan_ahead_of_a_prompt_does_not_show_and_nan_in_it_does(kernels: Kernels) -> None:
     cache = KVCache(KVLayout(1, 1, 16, 16, torch.float32), 6)
     cache.arena.fill_(float("nan"))  # of whoever had the blocks before

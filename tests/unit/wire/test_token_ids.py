@@ -25,13 +25,20 @@ def test_ids_have_the_same_forms_wherever_they_come_from(ids: list[int]) -> None
         assert repr(made) == f"TokenIds({len(ids)})"
 
 
-def test_text_stays_as_it_came() -> None:
-    made = TokenIds.read(b"[1, 2,\n3]")
+@pytest.mark.parametrize("text", [b"[1, 2,3]", b"[1,2,\n3]", b"[1,2,3\t]", b"[1,2\r,3]", b"[1,2,3]"])
+def test_odd_text_is_written_anew(text: bytes) -> None:
+    made = TokenIds.read(text)
     assert made is not None
-    assert made.text == b"[1, 2,\n3]"
+    assert made.text == b"[1,2,3]"
     assert made == TokenIds.of([1, 2, 3])
     assert made != TokenIds.of([1, 2])
     assert made != [1, 2, 3]
+
+
+def test_minus_zero_is_zero() -> None:
+    made = TokenIds.read(b"[-0,5]")
+    assert made is not None
+    assert (made.text, made.numbers.tolist()) == (b"[0,5]", [0, 5])
 
 
 @pytest.mark.parametrize("one", NO_IDS)
