@@ -7,7 +7,8 @@ What it does, on purpose, and no more:
 - Prefill and decode engine are each the next in turn, so that the next turn of a conversation meets other engines.
 - Every turn goes through both. The decode engine gets the messages again, and renders and tokenizes them again.
 
-In front of our engines that is safe, since they compare block hashes before they read. Streams only.
+In front of our engines that is safe, since they compare block hashes before they read. They take transfer params only
+from who has their key, which it gets too. Streams only.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from connectors.wire.seal import SEAL_HEADER, SealKeys
+
 REMEMBERED_SECONDS = 450.0
 TIMEOUT = aiohttp.ClientTimeout(total=600)
+PATH = "/v1/chat/completions"
 NOT_FOR_PREFILL = ("stream_options", "max_completion_tokens", "min_tokens")
 
 Params = dict[str, Any]
@@ -45,9 +49,12 @@ class Remembered:
 
 
 class ReferenceProxy:
-    def __init__(self, session: aiohttp.ClientSession, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        """The engines' URLs, without /v1."""
+    def __init__(
+        self, session: aiohttp.ClientSession, prefill: Sequence[str], decode: Sequence[str], seals: SealKeys
+    ) -> None:
+        """The engines' URLs, without /v1, and their key."""
         self._session = session
+        self._seals = seals
         self._prefill: Iterator[str] = itertools.cycle(prefill)
         self._decode: Iterator[str] = itertools.cycle(decode)
         self._remembered = Remembered()
@@ -83,9 +90,9 @@ class ReferenceProxy:
     @asynccontextmanager
     async def _post(self, engine: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
         async with self._session.post(
-            f"{engine}/v1/chat/completions",
+            engine + PATH,
             data=orjson.dumps(body),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", SEAL_HEADER: self._seals.seal(PATH, body)},
             timeout=TIMEOUT,
         ) as response:
             if response.status != 200:
@@ -100,11 +107,11 @@ class ReferenceProxy:
 
 @asynccontextmanager
 async def running_reference(
-    session: aiohttp.ClientSession, prefill: Sequence[str], decode: Sequence[str]
+    session: aiohttp.ClientSession, prefill: Sequence[str], decode: Sequence[str], seals: SealKeys
 ) -> AsyncIterator[str]:
     """The proxy on a free loopback port, in this process; yields its base URL."""
     app = web.Application(client_max_size=64 << 20)
-    app.router.add_post("/v1/chat/completions", ReferenceProxy(session, prefill, decode).chat)
+    app.router.add_post(PATH, ReferenceProxy(session, prefill, decode, seals).chat)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     try:

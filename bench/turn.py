@@ -31,12 +31,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import psutil
+from pydantic import SecretStr
 
 from bench import doors
 from bench.chat import BY_SOURCE, SOURCES, Message, Reply, scrape, stream_chat, user_message
 from bench.reference import running_reference
 from bench.stack import running_stack
 from bench.turn_report import Sample, print_report, to_json
+from connectors.wire.seal import SealKeys
 
 TEMPLATE_TOKENS = 14
 """About what a user message has besides its words, and an answer's turn besides the answer."""
@@ -166,7 +169,7 @@ async def run(args: argparse.Namespace, facts: Mapping[str, Any]) -> list[Sample
     prefill, decode = ([e["url"] for e in engines if e["role"] == role] for role in ("prefill", "decode"))
     async with (
         aiohttp.ClientSession(read_bufsize=READ_BUFFER) as session,
-        running_reference(session, prefill, decode) as reference,
+        running_reference(session, prefill, decode, seal_keys(engines[0]["pid"])) as reference,
     ):
         urls: dict[ArmName, str] = {
             "ours": facts["base_url"],
@@ -180,6 +183,13 @@ async def run(args: argparse.Namespace, facts: Mapping[str, Any]) -> list[Sample
         for number in range(args.repeat):
             await bench.chat(number, args.turns, words)
     return bench.samples
+
+
+def seal_keys(pid: int) -> SealKeys:
+    """The key of an engine that `backhaul up` has started: only the environment of that process has it."""
+    keys = SealKeys.from_settings(SecretStr(psutil.Process(pid).environ()["BACKHAUL_ENGINE_SEAL_KEY"]), None)
+    assert keys is not None
+    return keys
 
 
 def stack_flags(args: argparse.Namespace) -> Iterator[str]:
